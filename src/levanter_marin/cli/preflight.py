@@ -1,0 +1,86 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What `levanter-marin train` checks before the run, and what it makes of an error during one."""
+
+import linecache
+import os
+from types import TracebackType
+
+import wandb
+from levanter.data.text.datasets import DatasetComponent, LmDataConfig, UrlDatasetSourceConfig
+from rigging.filesystem.storage_path import StoragePath
+
+from levanter_marin.cli.errors import UserError
+
+_CORPUS_HINT = "`levanter-marin corpus` makes a corpus and a tokenizer folder without network"
+_CACHE_LEDGER = "shard_ledger.json"
+_VALIDATING_PACKAGES = ("levanter", "levanter_marin")
+
+
+def check_data(data: LmDataConfig) -> None:
+    """Refuses a tokenizer that cannot be loaded and local text files that do not exist.
+
+    Raises:
+        UserError: names the path and what makes one.
+    """
+    try:
+        _ = data.the_tokenizer  # cached, so the run does not load it again
+    except Exception as error:
+        state = "is a folder without a readable tokenizer.json" if os.path.isdir(data.tokenizer) else "is not a folder"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"data.tokenizer={data.tokenizer} {state}, and no such tokenizer was reached on Hugging Face ({reason}); "
+            f"{_CORPUS_HINT}"
+        ) from error
+
+    for name, component in data.components.items():
+        if not isinstance(component, DatasetComponent) or not isinstance(component.source, UrlDatasetSourceConfig):
+            continue
+        for split in ("train", "validation"):
+            if _is_cached(data, name, component, split):
+                continue
+            missing = [url for url in component.source.urls_for_split(split) if _is_missing(url)]
+            if missing:
+                raise UserError(
+                    f"data.components.{name}.source.{split}_urls: no file {', '.join(missing)}; {_CORPUS_HINT}"
+                )
+
+
+def mistake_behind(error: Exception) -> str | None:
+    """The line for the user when `error`, raised during a run, is the user's to mend; None for any other error."""
+    if isinstance(error, RuntimeError) and "No accelerator found" in str(error):
+        return "no GPU or TPU found; set trainer.require_accelerator: false to train on the CPU"
+    if isinstance(error, ModuleNotFoundError) and error.name == "tensorboardX":
+        return "the tensorboard tracker needs a package more: pip install tensorboardX"
+    if isinstance(error, wandb.errors.Error):
+        return f"W&B: {error}; without an account set trainer.tracker: {{type: wandb, mode: offline}} or json_lines"
+    if isinstance(error, ValueError) and error.__traceback__ is not None and _is_refusal(error.__traceback__):
+        return str(error)
+    return None
+
+
+def _is_cached(data: LmDataConfig, name: str, component: DatasetComponent, split: str) -> bool:
+    root = component.cache_dir
+    if root is None:
+        if data.cache_dir is None:
+            return False
+        root = os.path.join(data.cache_dir, name)
+    path = root if component.flat_cache else os.path.join(root, split)
+    return (StoragePath(path) / _CACHE_LEDGER).exists()
+
+
+def _is_missing(url: str) -> bool:
+    if "://" in url:  # remote stores are slow to ask and tell it well enough themselves
+        return False
+    return not any(match.exists() for match in StoragePath(url).expand_glob())
+
+
+def _is_refusal(traceback: TracebackType) -> bool:
+    """Whether the error comes from a `raise` statement of Levanter or of this package: a check refused a value."""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    frame = traceback.tb_frame
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    statement = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).lstrip()
+    return package in _VALIDATING_PACKAGES and statement.startswith("raise ")

@@ -1,0 +1,107 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""From a YAML file and command-line overrides to Levanter's `TrainLmConfig`, with one line for every mistake."""
+
+import argparse
+import os
+from typing import Any
+
+import draccus
+from draccus import cfgparsing
+from draccus.argparsing import ArgumentParser
+from draccus.choice_types import CHOICE_TYPE_KEY
+from draccus.utils import DraccusException, ParsingError
+from levanter.config import DEFAULT_CONFIG_DIR
+from levanter.main.train_lm import TrainLmConfig
+
+from levanter_marin.cli import misspellings
+from levanter_marin.cli.errors import UserError, did_you_mean
+
+# Fields for which a bare name stands for {type: name}.
+_NAMEABLE = (("model",), ("optimizer",), ("trainer", "tracker"))
+
+
+def load_train_config(config_path: str, overrides: list[str]) -> TrainLmConfig:
+    """Reads `config_path` as upstream's `train_lm --config_path` does, with the same overrides.
+
+    Beyond upstream, `model: NAME` means `model: {type: NAME}`; likewise `optimizer` and `trainer.tracker`.
+
+    Args:
+        config_path: a file, its name without .yaml, or the name of a file among Levanter's own configs.
+        overrides: `--trainer.num_train_steps 20` and the like; values are YAML.
+
+    Raises:
+        UserError: the file is absent or no YAML mapping, an option, type or field is unknown, a value is refused.
+    """
+    raw = _merge(find_config(config_path), overrides)
+    for path in _NAMEABLE:
+        _expand_bare_name(raw, path)
+    try:
+        return draccus.decode(TrainLmConfig, raw)
+    except DraccusException as error:
+        line = misspellings.explain(TrainLmConfig, raw) or _refusal(error)
+        raise UserError(f"{config_path}: {line}") from error
+
+
+def find_config(config_path: str) -> str:
+    """The path of an existing config file, searched where upstream searches it."""
+    names = [config_path, f"{config_path}.yaml", f"{config_path}.yml"]
+    candidates = names + [os.path.join(DEFAULT_CONFIG_DIR, name) for name in names]
+    for candidate in candidates:
+        if os.path.isfile(candidate):
+            return candidate
+    folder = os.path.dirname(config_path) or "."
+    neighbours = (
+        [name for name in os.listdir(folder) if name.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
+    )
+    raise UserError(f"no config file {config_path}{did_you_mean(os.path.basename(config_path), neighbours)}")
+
+
+def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """The plain mapping that upstream would decode."""
+    try:
+        with open(config_path, encoding="utf-8") as file:
+            content = cfgparsing.load_config(file, file=config_path)
+    except ParsingError as error:
+        raise UserError(f"{config_path} is not readable as YAML: {error.__cause__}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{config_path} holds no mapping of fields such as `model:`, `data:` and `trainer:`")
+
+    parser = ArgumentParser(TrainLmConfig, config_path=config_path, exit_on_error=False)
+    parser.config_class = dict[str, Any]  # hands the merged mapping out undecoded
+    try:
+        return parser.parse_args(overrides)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error.argument_name}: {error.message}") from error
+    except DraccusException as error:
+        unknown = next((word for word in overrides if word.startswith("-") and not _is_known(parser, word)), None)
+        if unknown is None:
+            raise UserError(str(error)) from error
+        options = parser.parser._option_string_actions
+        raise UserError(f"no option `{unknown}`{did_you_mean(unknown.split('=')[0], options)}") from error
+
+
+def _is_known(parser: ArgumentParser, word: str) -> bool:
+    return word.split("=")[0] in parser.parser._option_string_actions
+
+
+def _expand_bare_name(raw: dict[str, Any], path: tuple[str, ...]) -> None:
+    *parents, key = path
+    for parent in parents:
+        raw = raw.get(parent)
+        if not isinstance(raw, dict):
+            return
+    if isinstance(raw.get(key), str):
+        raw[key] = {CHOICE_TYPE_KEY: raw[key]}
+
+
+def _refusal(error: BaseException) -> str:
+    """The text of the check that refused a value, or else draccus's own."""
+    link: BaseException | None = error
+    while link is not None:
+        # How draccus wraps what a config's __post_init__ raises.
+        if type(link) is ParsingError and isinstance(link.__cause__, ValueError):
+            return str(link.__cause__)
+        link = link.__cause__
+    return str(error)

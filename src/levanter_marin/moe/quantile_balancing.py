@@ -70,9 +70,8 @@ def quantile_beta(
     Experts = margins.resolve_axis(ROUTER_EXPERTS)
     Tokens = tuple(axis for axis in margins.axes if axis.name != ROUTER_EXPERTS)
     if token_valid is None:
-        token_valid = hax.ones(Tokens, dtype=jnp.bool_)
-    else:
-        token_valid = hax.broadcast_to(token_valid != 0, Tokens)
+        token_valid = hax.named(jnp.bool_(True), ())
+    token_valid = hax.broadcast_to(token_valid != 0, Tokens)
 
     match config.estimator:
         case QuantileEstimator.off:
@@ -116,10 +115,9 @@ def _topk_beta(margins: NamedArray, token_valid: NamedArray, num_selected: int) 
 
     def mean_of_shards(margins: NamedArray, token_valid: NamedArray) -> NamedArray:
         num_valid = hax.sum(token_valid, dtype=jnp.int32)
-        weight = num_valid.astype(jnp.float32)
-        total = jax.lax.psum(weight, mesh_axes)
+        total = hax.maximum(jax.lax.psum(num_valid, mesh_axes), 1)
         local = _shard_topk_beta(margins, token_valid, num_valid, num_selected)
-        return jax.lax.psum(local * weight, mesh_axes) / hax.maximum(total, 1.0)
+        return jax.lax.psum(local * (num_valid.astype(jnp.float32) / total), mesh_axes)
 
     if not mesh_axes:
         return mean_of_shards(margins, token_valid)

@@ -1,0 +1,65 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Tokens to their experts and back: one entry point over a table of backends."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import haliax as hax
+import jax.numpy as jnp
+from haliax import NamedArray
+
+from levanter_marin import axes
+from levanter_marin.config import DispatchConfig, DispatchImplementation
+from levanter_marin.moe.dispatch.local import dispatch_local
+from levanter_marin.moe.dispatch.plan import DispatchCounts
+from levanter_marin.moe.dispatch.reference import dispatch_reference
+from levanter_marin.moe.experts import ExpertBank
+
+_BACKENDS: Mapping[DispatchImplementation, Callable[..., tuple[NamedArray, DispatchCounts]]] = MappingProxyType(
+    {
+        DispatchImplementation.local: dispatch_local,
+        DispatchImplementation.reference: dispatch_reference,
+    }
+)
+
+
+def dispatch_experts(
+    x: NamedArray,
+    bank: ExpertBank,
+    selected_experts: NamedArray,
+    combine_weights: NamedArray,
+    token_valid: NamedArray | None,
+    config: DispatchConfig,
+) -> tuple[NamedArray, DispatchCounts]:
+    """For each token, `sum_k combine_weights[k] * expert[selected_experts[k]](x)`.
+
+    Value: experts compute in the dtype of `x`, to which their weights are cast, with fp32 accumulation; the weighted
+    sum is fp32 and then cast to the dtype of `x`. An assignment is one (token, expert) pair; a dropped one adds
+    nothing, and the weights of the others stay as they are. A padding token, `token_valid` false, is never computed,
+    whatever it holds: its result is exactly zero.
+    Gradient: exact for `x`, the bank and `combine_weights`, reverse mode only; none through `selected_experts`;
+    exactly zero for padding. No backend uses a scatter of rows.
+    Memory: one row of `x` for each assignment, and the expert width twice for each assignment until the backward pass.
+
+    Args:
+        x: {token axes, latent}, any number of token axes, sharded as the current axis mapping has them.
+        bank: Weights of the experts.
+        selected_experts: {token axes, top_experts}, integers in [0, experts), distinct for one token.
+        combine_weights: {token axes, top_experts}, fp32.
+        token_valid: {token axes}, bool; None means all.
+        config: `implementation` picks the backend; a name means that one or an error.
+
+    Returns:
+        The routed output with the axes and dtype of `x`, and the counts of assignments over all devices.
+
+    Raises:
+        ValueError: the backend can't run under the current mesh and mapping.
+    """
+    if token_valid is None:
+        token_valid = hax.ones(hax.axis.without_axes(x.axes, axes.LATENT), dtype=jnp.bool_)
+    implementation = config.implementation
+    if implementation is DispatchImplementation.auto:
+        implementation = DispatchImplementation.local
+    return _BACKENDS[implementation](x, bank, selected_experts, combine_weights, token_valid, config)

@@ -1,0 +1,98 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from levanter_marin.moe.grouped_matmul import GroupedMatmulImplementation, grouped_swiglu
+
+REFERENCE = GroupedMatmulImplementation.reference
+OTHERS = [i for i in GroupedMatmulImplementation if i is not REFERENCE]
+
+# Relative to the largest element of the compared array.
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+ROWS, MODEL, WIDTH = 600, 24, 40
+GROUP_SIZES = {
+    "even": [150, 150, 150, 150],
+    "ragged": [1, 290, 31, 33],
+    "empty_first_and_last": [0, 100, 200, 0],
+    "all_in_one": [0, 0, 600, 0],
+    "all_in_last": [0, 0, 0, 600],
+    "nothing": [0, 0, 0, 0],
+    "one_row_each": [1] * 8,
+    "one_expert": [77],
+    "block_borders": [32, 64, 96, 128, 31, 33, 63, 65],
+    "many_experts": [5, 0, 3, 17, 0, 0, 41, 2] * 8,
+}
+
+
+def _arguments(group_sizes, dtype, unused=0.0):
+    keys = jax.random.split(jax.random.key(0), 5)
+    E = len(group_sizes)
+    rows = jax.random.normal(keys[0], (ROWS, MODEL), dtype)
+    rows = rows.at[sum(group_sizes) :].set(unused)
+    w_gate = (jax.random.normal(keys[1], (E, MODEL, WIDTH)) / MODEL**0.5).astype(dtype)
+    w_up = (jax.random.normal(keys[2], (E, MODEL, WIDTH)) / MODEL**0.5).astype(dtype)
+    w_down = (jax.random.normal(keys[3], (E, WIDTH, MODEL)) / WIDTH**0.5).astype(dtype)
+    d_out = jax.random.normal(keys[4], (ROWS, MODEL), dtype)
+    return (rows, w_gate, w_up, w_down), jnp.array(group_sizes, jnp.int32), d_out
+
+
+def _value_and_gradients(implementation, arguments, group_sizes, d_out):
+    @jax.jit
+    def run(arguments, group_sizes, d_out):
+        out, vjp = jax.vjp(lambda *a: grouped_swiglu(*a, group_sizes, implementation), *arguments)
+        return out, *vjp(d_out)
+
+    return run(arguments, group_sizes, d_out)
+
+
+def _assert_close(actual, expected, tolerance):
+    for name, a, b in zip(("out", "rows", "w_gate", "w_up", "w_down"), actual, expected, strict=True):
+        assert a.dtype == b.dtype, name
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert np.max(np.abs(a - b), initial=0) <= tolerance * np.max(np.abs(b), initial=0), name
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda d: d.__name__)
+@pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
+@pytest.mark.parametrize("implementation", [None, *OTHERS])
+def test_grouped_swiglu_every_group_pattern_equals_reference(implementation, sizes, dtype):
+    arguments, group_sizes, d_out = _arguments(sizes, dtype)
+    expected = _value_and_gradients(REFERENCE, arguments, group_sizes, d_out)
+    actual = _value_and_gradients(implementation, arguments, group_sizes, d_out)
+    _assert_close(actual, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("implementation", [REFERENCE, *OTHERS])
+def test_grouped_swiglu_nan_in_unused_rows_stays_out(implementation):
+    sizes = GROUP_SIZES["ragged"]
+    clean, group_sizes, d_out = _arguments(sizes, jnp.float32)
+    dirty, _, _ = _arguments(sizes, jnp.float32, unused=jnp.nan)
+    expected = _value_and_gradients(implementation, clean, group_sizes, d_out)
+    actual = _value_and_gradients(implementation, dirty, group_sizes, d_out.at[sum(sizes) :].set(jnp.nan))
+    for a, b in zip(actual, expected, strict=True):
+        assert np.array_equal(a, b)
+    assert not np.any(actual[0][sum(sizes) :]) and not np.any(actual[1][sum(sizes) :])
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_grouped_swiglu_in_remat_scan_equals_reference(implementation):
+    arguments, group_sizes, _ = _arguments(GROUP_SIZES["ragged"], jnp.float32)
+
+    def loss(arguments, implementation):
+        rows, *weights = arguments
+
+        def layer(rows, sizes):
+            return rows + grouped_swiglu(rows, *weights, sizes, implementation), None
+
+        out, _ = jax.lax.scan(jax.checkpoint(layer), rows, jnp.stack([group_sizes, group_sizes[::-1]]))
+        return jnp.sum(jnp.sin(out))
+
+    grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    value, gradients = grad(arguments, implementation)
+    expected_value, expected = grad(arguments, REFERENCE)
+    _assert_close((value, *gradients), (expected_value, *expected), TOLERANCE[jnp.float32])

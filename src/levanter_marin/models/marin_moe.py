@@ -3,14 +3,33 @@
 
 """The Marin mixture-of-experts language model, registered with Levanter as `marin_moe`."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import cast
 
-from haliax import Axis, ScanCheckpointPolicy
-from levanter.models.lm_model import LmConfig
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax.numpy as jnp
+from haliax import Axis, NamedArray, ScanCheckpointPolicy
+from haliax.jax_utils import maybe_rng_split, named_call, shaped_rng_split
+from haliax.nn.scan import BlockSeq, Stacked
+from jaxtyping import PRNGKeyArray
+from levanter.layers.attention import AttentionMask
+from levanter.metrics import Metric
+from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel, resize_embeddings_and_lm_head
+from levanter.models.loss import maybe_fused_next_token_loss
 
 from levanter_marin import axes
 from levanter_marin.config import AttentionConfig, MoeConfig, ShortConvConfig
+from levanter_marin.layers.attention import AttentionContext
+from levanter_marin.layers.embedding import NormedEmbedding
+from levanter_marin.layers.linear import truncated_normal_linear
+from levanter_marin.layers.norms import GatedNorm, RmsNorm
+from levanter_marin.models.block import Block
+from levanter_marin.models.transformer import run_layers
+from levanter_marin.moe.statistics import RoutingStatistics, training_metrics
 
 
 @LmConfig.register_subclass("marin_moe")
@@ -50,6 +69,10 @@ class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
             )
 
     @property
+    def model_type(self) -> type["MarinMoeLMHeadModel"]:  # pyrefly: ignore[bad-override]
+        return MarinMoeLMHeadModel
+
+    @property
     def Embed(self) -> Axis:
         return Axis(axes.EMBED, self.hidden_dim)
 
@@ -64,3 +87,138 @@ class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
     @property
     def init_std(self) -> float:
         return 0.5 / math.sqrt(self.hidden_dim) if self.initializer_std is None else self.initializer_std
+
+
+class MarinMoeTransformer(eqx.Module):
+    """All layers and the final gated norm.
+
+    Attributes:
+        layers: every leaf has a leading `layer` axis (scan), or one entry a layer (unrolled).
+    """
+
+    layers: Stacked[Block] | BlockSeq[Block]
+    norm: RmsNorm
+    final_gated_norm: GatedNorm | None
+    config: MarinMoeConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: MarinMoeConfig, *, key: PRNGKeyArray) -> "MarinMoeTransformer":
+        k_layers, k_gate = maybe_rng_split(key, 2)
+        Embed, rank, eps, std = config.Embed, config.gated_norm_rank, config.layer_norm_epsilon, config.init_std
+        container = Stacked if config.scan_layers else BlockSeq
+        layers = container.init(config.Layers, Block, gradient_checkpointing=config.gradient_checkpointing)(
+            Embed,
+            config.attention,
+            config.short_conv,
+            config.moe,
+            rank,
+            eps,
+            std,
+            key=shaped_rng_split(k_layers, config.num_layers),
+        )
+        return MarinMoeTransformer(
+            layers=layers,
+            norm=RmsNorm.init(Embed, eps, use_bias=False),
+            final_gated_norm=None if rank is None else GatedNorm.init(Embed, rank, std, key=k_gate),
+            config=config,
+        )
+
+    @named_call
+    def __call__(self, x: NamedArray, context: AttentionContext) -> tuple[NamedArray, RoutingStatistics]:
+        x, statistics = run_layers(self.layers, self.config.layer_kinds, self.config.global_every, x, context)
+        x = self.norm(x)
+        return (x if self.final_gated_norm is None else self.final_gated_norm(x)), statistics
+
+
+class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
+    """Embedding, transformer and an untied output projection."""
+
+    embeddings: NormedEmbedding
+    transformer: MarinMoeTransformer
+    lm_head: hnn.Linear
+
+    @property
+    def config(self) -> MarinMoeConfig:
+        return self.transformer.config
+
+    @property
+    def Vocab(self) -> Axis:
+        return self.embeddings.token_embeddings.Vocab
+
+    @classmethod
+    def init(cls, Vocab: Axis, config: MarinMoeConfig, *, key: PRNGKeyArray) -> "MarinMoeLMHeadModel":
+        k_embed, k_layers, k_head = maybe_rng_split(key, 3)
+        Embed, std = config.Embed, config.init_std
+        embeddings = NormedEmbedding.init(
+            Vocab, Embed, config.gated_norm_rank, config.layer_norm_epsilon, std, key=k_embed
+        )
+        transformer = MarinMoeTransformer.init(config, key=k_layers)
+        return MarinMoeLMHeadModel(embeddings, transformer, truncated_normal_linear(Embed, Vocab, std, key=k_head))
+
+    def activations(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        pos_ids: NamedArray | None = None,
+    ) -> NamedArray:
+        """Final hidden states {batch..., position, embed} of tokens {batch..., position}."""
+        return self.activations_and_statistics(input_ids, attn_mask, pos_ids=pos_ids)[0]
+
+    def activations_and_statistics(
+        self,
+        input_ids: NamedArray,
+        attn_mask: AttentionMask | NamedArray | None = None,
+        *,
+        pos_ids: NamedArray | None = None,
+    ) -> tuple[NamedArray, RoutingStatistics]:
+        """As `activations`, with what each layer's router did.
+
+        A token whose segment id is negative is padding: routed experts leave it out, and so does every statistic.
+        """
+        context = AttentionContext.create(input_ids.resolve_axis(axes.POSITION), attn_mask, pos_ids)
+        return self.transformer(self.embeddings(input_ids), context)
+
+    def get_lm_head(self) -> NamedArray:
+        return self.lm_head.weight
+
+    def compute_next_token_loss(
+        self,
+        example: LmExample,
+        *,
+        key: PRNGKeyArray | None = None,
+        reduction: hax.ReductionFunction | None = cast(hax.ReductionFunction | None, hax.mean),
+        reduction_axis: hax.AxisSelection | None = None,
+        logsumexp_weight: float | None = None,
+        loss_dtype: jnp.dtype | None = jnp.float32,
+        logit_soft_cap: float | None = None,
+    ) -> NamedArray | tuple[NamedArray, dict[str, Metric]]:
+        """Cross-entropy of the next token plus logsumexp_weight * logsumexp^2.
+
+        Returns:
+            (loss, metrics) in a training step, which is a call with a key and the default reduction; the loss alone
+            otherwise. Auxiliary router terms are among the metrics and never in the loss.
+        """
+        activations, statistics = self.activations_and_statistics(example.tokens, example.attn_mask)
+        loss = maybe_fused_next_token_loss(
+            self.Pos,
+            self.Embed,
+            self.Vocab,
+            activations,
+            self.get_lm_head(),
+            example.tokens,
+            loss_weight=example.loss_weight,
+            reduction=reduction,
+            reduction_axis=reduction_axis,
+            logsumexp_weight=logsumexp_weight,
+            dtype=loss_dtype,
+            logit_soft_cap=logit_soft_cap,
+        )
+        if key is None or reduction is not hax.mean or reduction_axis is not None:
+            return loss
+        return loss, training_metrics(statistics, self.config.Layers)
+
+    def resize_vocab(self, new_size: int, key: PRNGKeyArray | None = None) -> "MarinMoeLMHeadModel":
+        embeddings, lm_head = resize_embeddings_and_lm_head(self.Vocab, self.embeddings, self.lm_head, new_size, key)
+        return dataclasses.replace(self, embeddings=embeddings, lm_head=lm_head)

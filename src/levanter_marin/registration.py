@@ -1,4 +1,9 @@
 # Copyright The levanter-marin Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Imports every module that registers a type with Levanter. Importing this module is the registration."""
+"""Every type that this package registers with Levanter; importing this module is the registration."""
+
+from levanter_marin.models.marin_moe import MarinMoeConfig
+from levanter_marin.tracker import JsonLinesConfig
+
+REGISTERED_TYPES = (MarinMoeConfig, JsonLinesConfig)

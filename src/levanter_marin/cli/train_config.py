@@ -15,6 +15,7 @@ from draccus.utils import DraccusException, ParsingError
 from levanter.config import DEFAULT_CONFIG_DIR
 from levanter.main.train_lm import TrainLmConfig
 
+import levanter_marin.registration  # noqa: F401
 from levanter_marin.cli import misspellings
 from levanter_marin.cli.errors import UserError, did_you_mean
 

@@ -146,7 +146,16 @@ def test_flops_per_token_of_toy_equal_hand_count():
     gated_norms = (2 * 2 + 2) * 2 * 2 * 32 * 8
     lm_head = 2 * 32 * 100
     by_hand = (
-        projections + attention + head_gates + convolutions + routers + latent + routed + shared + gated_norms + lm_head
+        projections
+        + attention
+        + head_gates
+        + convolutions
+        + routers
+        + latent
+        + routed
+        + shared
+        + gated_norms
+        + lm_head
     )
     assert flops_per_token(TOY, vocab_size=100, context_length=64) == by_hand == 66_432
 

@@ -105,5 +105,5 @@ def published_flops_per_token(model: ModelShape, context_length: int) -> float:
 
 
 def published_training_flops(model: ModelShape, tokens: int, context_length: int) -> float:
-    """Forward and backward FLOPs of `tokens` tokens by `published_flops_per_token`, as the forecast's axis has them."""
+    """Forward and backward FLOPs of `tokens` tokens by `published_flops_per_token`; the compute axis of forecasts."""
     return BACKWARD_AND_FORWARD * tokens * published_flops_per_token(model, context_length)

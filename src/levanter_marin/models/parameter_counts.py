@@ -189,27 +189,33 @@ def trainable_parameters(model: ModelShape, vocab_size: int) -> int:
     return sum(counts.values()) - counts[Family.ROUTER_BIAS]
 
 
-def active_parameters(model: ModelShape) -> int:
-    """Published count of active parameters, which sets the ladder's token budgets.
+def active_by_family(model: ModelShape) -> dict[Family, int]:
+    """Published count of active parameters per family; families that it leaves out count 0.
 
     Per layer: w_q, w_o, w_k and w_v (all stored heads, used or not), router, latent down and up, the selected
     experts, the shared experts. Embedding, lm_head, norms, gates and short convolutions are left out.
     """
-    active = 0
+    counts = dict.fromkeys(Family, 0)
     for row in weight_table(model, vocab_size=1):
         if row.family in ACTIVE_FAMILIES:
-            active += row.used_per_token if row.family is Family.EXPERTS else row.size
-    return active
+            counts[row.family] += row.used_per_token if row.family is Family.EXPERTS else row.size
+    return counts
+
+
+def active_parameters(model: ModelShape) -> int:
+    """Sum of `active_by_family`, the number that sets the token budget of a published rung."""
+    return sum(active_by_family(model).values())
 
 
 def flops_per_token(model: ModelShape, vocab_size: int, context_length: int) -> float:
-    """Forward FLOPs that the model really spends on one token of a full row; Levanter's MFU multiplies it by 3.
+    """Forward FLOPs that one token of a full row needs; Levanter's MFU multiplies it by 3.
 
     Two FLOPs for each multiplication with an element of a matrix or a convolution tap (selected experts at the width
     they work in, both latent projections, shared experts, router, gates, gated norms, lm_head), and for attention
     the estimate of `levanter.utils.flop_utils.lm_flops_per_token`: scores, mask and weighted values over the whole
-    span, not its causal half. Every global layer counts, the last included, and each layer with the KV heads it uses.
-    Elementwise work of norms, RoPE, SConv padding, XSA and activations is left out, as upstream leaves it out.
+    span, not its causal half. Every global layer counts, the last included. Stored KV heads that a layer does not use
+    are not needed, whether or not an implementation projects them. Elementwise work of norms, RoPE, XSA and
+    activations is left out, as upstream leaves it out.
 
     Args:
         model: the model's config.
@@ -238,28 +244,28 @@ def attention_flops_per_token(model: ModelShape, context_length: int, num_global
         context_length: tokens in a row.
         num_global_layers: how many layers attend to the whole row; a published figure counts fewer than there are.
     """
-    attention, d, layers = model.attention, model.hidden_dim, model.num_layers
-    local = attention.kv_heads_used(axes.LayerKind.LOCAL)
-    global_ = attention.kv_heads_used(axes.LayerKind.GLOBAL)
-    kv_heads = num_global_layers * global_ + (layers - num_global_layers) * local
+    attention = model.attention
     inner = attention.num_heads * attention.head_dim
-    flops = lm_flops_per_token(
-        hidden_dim=inner,
-        intermediate_dim=0,
-        num_layers=layers,
-        # Read only when the window spans the row. The mean is exact then, because the count is linear in it.
-        num_kv_heads=kv_heads / layers,
-        num_heads=attention.num_heads,
-        seq_len=context_length,
-        vocab_size=0,
-        glu=True,
-        sliding_window=attention.sliding_window,
-        num_full_attention_layers=num_global_layers,
-        local_kv_heads=local,
-        global_kv_heads=global_,
-    )
-    # Levanter takes heads x head_dim for the width that the projections read and write.
-    return flops + 2 * (d - inner) * (2 * layers * inner + 2 * kv_heads * attention.head_dim)
+    num_local_layers = model.num_layers - num_global_layers
+    flops = 0.0
+    for kind, count, span in (
+        (axes.LayerKind.LOCAL, num_local_layers, min(attention.sliding_window, context_length)),
+        (axes.LayerKind.GLOBAL, num_global_layers, context_length),
+    ):
+        kv_heads = attention.kv_heads_used(kind)
+        flops += lm_flops_per_token(
+            hidden_dim=inner,
+            intermediate_dim=0,
+            num_layers=count,
+            num_kv_heads=kv_heads,
+            num_heads=attention.num_heads,
+            seq_len=span,
+            vocab_size=0,
+            glu=True,
+        )
+        # Levanter takes heads x head_dim for the width that projections read and write.
+        flops += 2 * count * (model.hidden_dim - inner) * 2 * (inner + kv_heads * attention.head_dim)
+    return flops
 
 
 def _kinds(model: ModelShape) -> tuple[axes.LayerKind, ...]:

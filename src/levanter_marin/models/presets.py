@@ -61,7 +61,7 @@ def hero_535b_a23b() -> MarinMoeConfig:
 
 
 def _published(*, hidden_dim: int, num_layers: int, local_kv_heads: int, global_kv_heads: int) -> MarinMoeConfig:
-    """Heads of 128, 384 experts top-8 at half width, window 2048; router logits in bf16 as the published run has them."""
+    """Heads of 128, 384 experts top-8 at half width, window 2048; router logits in bf16, as published."""
     half = hidden_dim // 2
     return MarinMoeConfig(
         max_seq_len=PUBLISHED_SEQ_LEN,

@@ -1,9 +1,14 @@
 # Copyright The levanter-marin Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Eight virtual CPU devices for every test; set before JAX is imported, since it reads them once."""
+"""Eight virtual CPU devices and no network for every test.
+
+Both are set before JAX and huggingface_hub are imported, since each reads its variables once; processes that a test
+starts inherit them.
+"""
 
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"

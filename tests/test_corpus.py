@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from levanter_marin import corpus
 from levanter_marin.cli.corpus import main
+from levanter_marin.documents import standard_library_documents
 
 VOCAB_SIZE = 400
 UNICODE_TEXT = "  def f(x):\n\treturn 'don\\'t'  # naïve — 世界 🙂 e\u0301 \u2028\u00a0\r\n\n\x00 end "
@@ -24,7 +25,7 @@ def folder_contents(folder: Path) -> dict[str, bytes]:
 
 
 def texts_of(path: Path) -> list[str]:
-    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def words(seed: int) -> str:
@@ -51,7 +52,7 @@ def error_line(capsys, *arguments: object) -> str:
 
 
 def test_standard_library_documents_are_source_without_installed_packages_tests_last():
-    names = [document.name for document in corpus.standard_library_documents()]
+    names = [document.name for document in standard_library_documents()]
     assert "ast.py" in names and "json/decoder.py" in names
     assert not any("site-packages" in name or "_sysconfigdata" in name or "topics" in name for name in names)
     is_test = [not {"test", "tests", "idle_test"}.isdisjoint(name.split("/")) for name in names]
@@ -69,7 +70,7 @@ def test_build_corpus_in_two_processes_writes_equal_bytes(library_corpus, tmp_pa
 def test_build_corpus_splits_every_document_into_exactly_one_part(library_corpus):
     folder, built = library_corpus
     train, validation = texts_of(folder / "train.jsonl"), texts_of(folder / "validation.jsonl")
-    expected = {document.text for document in corpus.standard_library_documents() if document.text.strip()}
+    expected = {document.text for document in standard_library_documents() if document.text.strip()}
     assert set(train) | set(validation) <= expected
     assert not set(train) & set(validation)
     assert (len(train), len(validation)) == (built.train.documents, built.validation.documents)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from levanter_marin import corpus
+from levanter_marin.documents import CorpusError
 
 DESCRIPTION = """Build a corpus folder: train.jsonl, validation.jsonl and a Hugging Face tokenizer folder.
 
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
             validation_fraction=options.validation_fraction,
             overwrite=options.overwrite,
         )
-    except (corpus.CorpusError, OSError) as error:
+    except (CorpusError, OSError) as error:
         print(f"levanter-marin corpus: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,0 +1,45 @@
+# Every target first makes .venv from requirements.lock with a Python >= 3.12 that it finds by itself.
+# PYTHON=/path/to/python names one. After the first time no network is needed.
+
+CONFIG ?= config/marin_moe_nano.yaml
+ARGS ?=
+CORPUS_ARGS ?=
+PYTEST_ARGS ?=
+SLOW_TEST_TIMEOUT := 900
+
+BIN := .venv/bin
+PYTHON_FOLDERS := $(wildcard src tests benchmarks examples)
+
+.PHONY: train test test-slow lint format corpus install lock
+
+# Train on the corpus under runs/corpus, which is built from Python's own source if there is none.
+# make train CONFIG=config/other.yaml ARGS="--trainer.num_train_steps 100"
+train: install
+	@test -d runs/corpus || $(BIN)/levanter-marin corpus
+	$(BIN)/levanter-marin train $(CONFIG) $(ARGS)
+
+# make corpus CORPUS_ARGS="--input my_texts/ --output runs/my_corpus"
+corpus: install
+	$(BIN)/levanter-marin corpus $(CORPUS_ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Exit code 5 says that no test is marked slow.
+test-slow: install
+	$(BIN)/python -m pytest -m slow -o timeout=$(SLOW_TEST_TIMEOUT) $(PYTEST_ARGS) || test $$? -eq 5
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/black --check --quiet --diff $(PYTHON_FOLDERS)
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/pyrefly check
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/black --quiet $(PYTHON_FOLDERS)
+
+install:
+	@scripts/install.sh $(MAKECMDGOALS)
+
+lock:
+	scripts/lock.sh

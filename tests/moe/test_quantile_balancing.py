@@ -212,7 +212,7 @@ def test_histogram_beta_batch_not_a_multiple_of_the_devices_equals_one_device():
 
 
 def test_topk_beta_uneven_shards_raises_with_both_sizes():
-    margins, valid = random_case("random", batch=6)
+    margins, _ = random_case("random", batch=6)
     named = hax.named(jnp.asarray(margins), ("batch", "position", "router_experts"))
     with on_mesh(*MESHES["data8"]), pytest.raises(ValueError, match="batch of size 6 .* 8 shards"):
         quantile_beta(named, None, num_experts_per_token=2, config=TOPK)
@@ -246,20 +246,17 @@ def test_quantile_beta_axis_order_and_integer_mask_change_nothing(config):
     margins, valid = random_case("padded")
     named = hax.named(jnp.asarray(margins), ("batch", "position", "router_experts"))
     mask = hax.named(jnp.asarray(valid, jnp.int32), ("batch", "position"))
-    moved = quantile_beta(
-        named.rearrange(("router_experts", "position", "batch")),
-        mask.rearrange(("position", "batch")),
-        num_experts_per_token=2,
-        config=config,
+    moved = jitted_beta(2, config)(
+        named.rearrange(("router_experts", "position", "batch")), mask.rearrange(("position", "batch"))
     )
-    straight = quantile_beta(named, mask != 0, num_experts_per_token=2, config=config)
+    straight = jitted_beta(2, config)(named, mask != 0)
     np.testing.assert_array_equal(moved.array, straight.array)
 
 
 @ESTIMATORS
 def test_quantile_beta_gradient_of_margins_is_zero(config):
     margins, valid = random_case("padded")
-    margins = np.nan_to_num(margins)
+    margins = np.nan_to_num(margins, posinf=50, neginf=-50)
     mask = hax.named(jnp.asarray(valid), ("batch", "position"))
 
     def loss(raw):

@@ -36,7 +36,7 @@ def explain(annotation: Any, raw: Any, path: Path = ()) -> str | None:
         lines = [explain(member, raw, path) for member in typing.get_args(annotation) if _fits(member, raw)]
         return lines[0] if lines and all(lines) else None
     if not _fits(annotation, raw):
-        return f"`{_dotted(path)}`: needs a mapping, not `{raw}`" if is_choice_type(annotation) else None
+        return f"`{_dotted(path)}`: needs a mapping, not `{raw}`" if _needs_mapping(annotation) else None
     if is_enum(annotation):
         return _explain_enum(annotation, raw, path)
     if is_choice_type(annotation):
@@ -61,9 +61,14 @@ def _fits(annotation: Any, raw: Any) -> bool:
     if has_custom_decoder(annotation):
         return False
     origin = typing.get_origin(annotation) or annotation
-    if is_choice_type(annotation) or dataclasses.is_dataclass(annotation) or is_dict(origin):
+    if _needs_mapping(annotation) or is_dict(origin):
         return isinstance(raw, Mapping)
     return (is_list(origin) or is_tuple(origin)) and isinstance(raw, list)
+
+
+def _needs_mapping(annotation: Any) -> bool:
+    known = is_choice_type(annotation) or dataclasses.is_dataclass(annotation)
+    return known and not has_custom_decoder(annotation)
 
 
 def _items(annotation: Any, raw: Any, path: Path) -> Iterator[tuple[Any, Any, Path]]:

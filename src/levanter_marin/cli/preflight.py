@@ -27,12 +27,12 @@ def check_data(data: LmDataConfig) -> None:
     try:
         _ = data.the_tokenizer  # cached, so the run does not load it again
     except Exception as error:
-        state = "is a folder without a readable tokenizer.json" if os.path.isdir(data.tokenizer) else "is not a folder"
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"data.tokenizer={data.tokenizer} {state}, and no such tokenizer was reached on Hugging Face ({reason}); "
-            f"{_CORPUS_HINT}"
-        ) from error
+        if os.path.isdir(data.tokenizer):
+            fault = "is a folder without a readable tokenizer.json"
+        else:
+            fault = "is neither a folder here nor a tokenizer that could be fetched from Hugging Face"
+        reason = str(error).partition(". ")[0] or type(error).__name__
+        raise UserError(f"data.tokenizer={data.tokenizer} {fault} ({reason}); {_CORPUS_HINT}") from error
 
     for name, component in data.components.items():
         if not isinstance(component, DatasetComponent) or not isinstance(component.source, UrlDatasetSourceConfig):

@@ -52,11 +52,14 @@ def find_config(config_path: str) -> str:
     for candidate in candidates:
         if os.path.isfile(candidate):
             return candidate
-    folder = os.path.dirname(config_path) or "."
-    neighbours = (
-        [name for name in os.listdir(folder) if name.endswith((".yaml", ".yml"))] if os.path.isdir(folder) else []
+    folder, name = os.path.split(config_path)
+    files = (
+        [entry for entry in os.listdir(folder or ".") if entry.endswith(".yaml")]
+        if os.path.isdir(folder or ".")
+        else []
     )
-    raise UserError(f"no config file {config_path}{did_you_mean(os.path.basename(config_path), neighbours)}")
+    hint = did_you_mean(os.path.splitext(name)[0], [os.path.splitext(file)[0] for file in files])
+    raise UserError(f"no config file {config_path}{hint}")
 
 
 def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
@@ -71,20 +74,19 @@ def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
 
     parser = ArgumentParser(TrainLmConfig, config_path=config_path, exit_on_error=False)
     parser.config_class = dict[str, Any]  # hands the merged mapping out undecoded
+    for action in parser.parser._actions:
+        action.choices = None  # a wrong type is explained like one in the file
     try:
         return parser.parse_args(overrides)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}") from error
     except DraccusException as error:
-        unknown = next((word for word in overrides if word.startswith("-") and not _is_known(parser, word)), None)
+        options = parser.parser._option_string_actions
+        names = [word.partition("=")[0] for word in overrides if word.startswith("--")]
+        unknown = next((name for name in names if name not in options), None)
         if unknown is None:
             raise UserError(str(error)) from error
-        options = parser.parser._option_string_actions
-        raise UserError(f"no option `{unknown}`{did_you_mean(unknown.split('=')[0], options)}") from error
-
-
-def _is_known(parser: ArgumentParser, word: str) -> bool:
-    return word.split("=")[0] in parser.parser._option_string_actions
+        raise UserError(f"no option `{unknown}`{did_you_mean(unknown, options)}") from error
 
 
 def _expand_bare_name(raw: dict[str, Any], path: tuple[str, ...]) -> None:
@@ -104,5 +106,7 @@ def _refusal(error: BaseException) -> str:
         # How draccus wraps what a config's __post_init__ raises.
         if type(link) is ParsingError and isinstance(link.__cause__, ValueError):
             return str(link.__cause__)
+        if type(link) is ParsingError and isinstance(link.__cause__, TypeError):
+            return f"{link} ({link.__cause__})"
         link = link.__cause__
     return str(error)

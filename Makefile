@@ -29,10 +29,13 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -m slow -o timeout=$(SLOW_TEST_TIMEOUT) $(PYTEST_ARGS) || test $$? -eq 5
 
+# All three run, so that one call shows everything there is to mend.
 lint: install
-	$(BIN)/ruff check .
-	$(BIN)/black --check --quiet --diff $(PYTHON_FOLDERS)
-	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/pyrefly check
+	@failed=0; set -x; \
+	$(BIN)/ruff check --output-format concise . || failed=1; \
+	$(BIN)/black --check --quiet --diff $(PYTHON_FOLDERS) || failed=1; \
+	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/pyrefly check --output-format min-text || failed=1; \
+	{ set +x; } 2>/dev/null; exit $$failed
 
 format: install
 	$(BIN)/ruff check --fix .

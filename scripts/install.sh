@@ -20,7 +20,7 @@ if [ "$(cat .venv/.base 2>/dev/null)" != "$(pwd) $python" ] || ! .venv/bin/pytho
     echo "$(pwd) $python" >.venv/.base
 fi
 rm -f "$stamp"
-pip() { .venv/bin/python -m pip --quiet --disable-pip-version-check "$@"; }
+pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 pip install --no-deps --requirement requirements.lock
 pip install --no-deps --no-build-isolation --editable .
 echo "$wanted" >"$stamp"

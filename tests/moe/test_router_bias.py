@@ -1,10 +1,9 @@
 # Copyright The levanter-marin Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The contract of router-bias state with bf16, remat, scan, microbatches, the train step and checkpoints."""
+"""Router-bias state by itself: exact terms, the microbatch rule, and the gradient path."""
 
 import functools
-import itertools
 import re
 
 import equinox as eqx
@@ -15,126 +14,34 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from haliax import Axis, NamedArray
+import toy_router
+from haliax import Axis
 from haliax.nn.scan import BlockSeq, Stacked
 from jax.sharding import Mesh
-from levanter.checkpoint import load_checkpoint, save_checkpoint
-from levanter.grad_accum import microbatched
-from levanter.optim.model_averaging import EmaModelAveragingConfig
-from levanter.trainer_state import TrainerState
+from toy_router import (
+    BF16,
+    FP32,
+    Embed,
+    Layer,
+    Layers,
+    Model,
+    RouterExperts,
+    assert_same_state,
+    batch_of,
+    biases,
+    gradient,
+    loss_fn,
+    next_biases_by_hand,
+    state_of,
+)
 
 from levanter_marin.config import QuantileBalancingConfig, QuantileEstimator
-from levanter_marin.moe.quantile_balancing import quantile_beta
 from levanter_marin.moe.router_bias import Bf16Terms, RouterBias, next_router_bias, record_bias
 
 # Of a bias: beta moves by at most rounding when the program around it is compiled differently.
 BIAS_ATOL = 2e-6
 GRADIENT_RTOL = 1e-5
 ACCUMULATE_RTOL = 1e-6
-EMA_RTOL = 1e-6
-
-Batch, Pos, Embed, RouterExperts = Axis("batch", 64), Axis("position", 6), Axis("embed", 16), Axis("router_experts", 8)
-Layers = Axis("layer", 2)
-NUM_SELECTED = 2
-BALANCING = QuantileBalancingConfig(QuantileEstimator.topk)
-BF16 = jmp.get_policy("params=float32,compute=bfloat16,output=float32")
-FP32 = jmp.get_policy("float32")
-
-
-class Layer(eqx.Module):
-    """The least that routes: experts are scalars, chosen by biased logits and mixed by unbiased ones."""
-
-    router: NamedArray
-    expert_scale: NamedArray
-    state: RouterBias
-
-    @staticmethod
-    def init(key) -> "Layer":
-        router_key, scale_key = jax.random.split(key)
-        return Layer(
-            hax.random.normal(router_key, (Embed, RouterExperts)) * 0.5,
-            hax.random.normal(scale_key, RouterExperts),
-            RouterBias.init(RouterExperts),
-        )
-
-    def __call__(self, x: NamedArray, token_valid: NamedArray) -> NamedArray:
-        logits = hax.dot(x, self.router, axis=Embed).astype(jnp.float32)
-        biased = logits + self.state.value()
-        ordered = hax.sort(biased, axis=RouterExperts)
-        alpha = ordered[RouterExperts.name, RouterExperts.size - NUM_SELECTED - 1]
-        beta = quantile_beta(logits - alpha, token_valid, num_experts_per_token=NUM_SELECTED, config=BALANCING)
-        x = record_bias(x, self.state, next_router_bias(beta), hax.sum(token_valid.astype(jnp.int32)))
-        chosen = jax.lax.stop_gradient(biased > alpha)
-        weight = hax.nn.sigmoid(logits) * chosen
-        return x + x * hax.tanh(hax.dot(weight, self.expert_scale, axis=RouterExperts)).astype(x.dtype)
-
-
-call_layer = eqx.filter_jit(Layer.__call__)
-
-
-class Model(eqx.Module):
-    embed_scale: NamedArray
-    layers: Stacked | BlockSeq
-
-    @staticmethod
-    def init(key, container=Stacked, remat=False) -> "Model":
-        layers = container.init(Layers, Layer, gradient_checkpointing=remat)(jax.random.split(key, Layers.size))
-        return Model(hax.ones(Embed), layers)
-
-    def __call__(self, x: NamedArray, token_valid: NamedArray) -> NamedArray:
-        return self.layers.fold(x * self.embed_scale, token_valid)
-
-
-def loss_fn(model: Model, x: NamedArray, token_valid: NamedArray, *, mp: jmp.Policy = FP32, key=None):
-    model, x = mp.cast_to_compute((model, x))
-    out = model(x, token_valid).astype(jnp.float32)
-    return hax.mean(out * out, where=token_valid).scalar(), {}
-
-
-def batch_of(step: int, padding: bool = True) -> tuple[NamedArray, NamedArray]:
-    """Inputs and a padding mask whose valid share grows along the batch, so that microbatches weigh differently."""
-    x = hax.random.normal(jax.random.PRNGKey(100 + step), (Batch, Pos, Embed))
-    share = np.linspace(0.1, 1.0, Batch.size)[:, None]
-    valid = np.random.default_rng(step).random((Batch.size, Pos.size)) < share
-    return x, hax.named(jnp.asarray(valid if padding else np.ones_like(valid)), (Batch, Pos))
-
-
-@functools.cache
-def gradient_fn(mp: jmp.Policy = FP32):
-    return eqx.filter_jit(eqx.filter_grad(functools.partial(loss_fn, mp=mp), has_aux=True))
-
-
-def gradient(model: Model, *batch, mp: jmp.Policy = FP32) -> Model:
-    return gradient_fn(mp)(model, *batch)[0]
-
-
-def biases(model: Model) -> np.ndarray:
-    """[layer, expert], from a scanned or an unrolled model, or a gradient of one."""
-    if isinstance(model.layers, Stacked):
-        return np.asarray(model.layers.stacked.state.value().array)
-    return np.stack([np.asarray(layer.state.value().array) for layer in model.layers.blocks])
-
-
-def next_biases_by_hand(model: Model, x: NamedArray, token_valid: NamedArray) -> np.ndarray:
-    """[layer, expert]: the rule in NumPy on each layer's own input, without any gradient."""
-    rows = []
-    x = x * model.embed_scale
-    for layer in model.layers.unstacked():
-        logits = np.asarray(hax.dot(x, layer.router, axis=Embed).array)[np.asarray(token_valid.array)]
-        biased = logits + np.asarray(layer.state.value().array)
-        margins = np.sort(logits - np.sort(biased, axis=1)[:, [-NUM_SELECTED - 1]], axis=0)[::-1]
-        beta = margins[max(len(margins) * NUM_SELECTED // RouterExperts.size, 1) - 1]
-        rows.append(beta.mean() - beta)
-        x = call_layer(layer, x, token_valid)
-    return np.stack(rows)
-
-
-def state_of(bias, weight) -> RouterBias:
-    return RouterBias.from_value(hax.named(jnp.asarray(bias), RouterExperts), hax.named(jnp.float32(weight), ()))
-
-
-def assert_same_state(actual: RouterBias, expected: RouterBias):
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 # Terms and values
@@ -283,7 +190,7 @@ def test_record_bias_under_filter_checkpoint_equals_without_bitwise():
 def test_record_bias_other_gradients_are_those_without_it(monkeypatch):
     model, batch = Model.init(jax.random.PRNGKey(2)), batch_of(2)
     recorded = gradient(model, *batch)
-    monkeypatch.setattr(f"{__name__}.record_bias", lambda x, *_: x)
+    monkeypatch.setattr(toy_router, "record_bias", lambda x, *_: x)
     plain = eqx.filter_jit(eqx.filter_grad(loss_fn, has_aux=True))(model, *batch)[0]
     np.testing.assert_array_equal(biases(plain), np.zeros((Layers.size, 8)))
     for name in ("router", "expert_scale"):
@@ -345,146 +252,8 @@ def test_router_bias_data_parallel_equals_one_device(mp):
     config = QuantileBalancingConfig(QuantileEstimator.histogram)
     with pytest.MonkeyPatch.context() as patch:
         # Only the histogram does not depend on the number of shards.
-        patch.setattr(f"{__name__}.BALANCING", config)
+        patch.setattr(toy_router, "BALANCING", config)
         one = biases(grad_fn(model, *batch)[0])
         with hax.partitioning.set_mesh(Mesh(np.array(jax.devices()), ("data",))), hax.axis_mapping({"batch": "data"}):
             eight = biases(grad_fn(hax.shard(model), *hax.shard(batch))[0])
     np.testing.assert_allclose(eight, one, rtol=0, atol=BIAS_ATOL)
-
-
-# The train step
-
-
-@functools.cache
-def optimizer():
-    return optax.chain(optax.clip_by_global_norm(1e-3), optax.adamw(1e-2, weight_decay=0.1))
-
-
-@functools.cache
-def step_fn(microbatch_size: int | None, mp: jmp.Policy):
-    """What `levanter.trainer.Trainer._train_step` does with the state, without its logging."""
-
-    def step(state: TrainerState, x: NamedArray, token_valid: NamedArray) -> TrainerState:
-        fn = functools.partial(eqx.filter_value_and_grad(functools.partial(loss_fn, mp=mp), has_aux=True), state.model)
-        if microbatch_size is not None:
-            fn = microbatched(fn, Batch, microbatch_size, {}, {"batch": "data"})
-        with hax.axis_mapping({"batch": "data"}):
-            _, grads = fn(x, token_valid)
-        return hax.shard(state.take_step(grads, key=state.training_key)[0], {})
-
-    return hax.named_jit(step)
-
-
-def initial_state(mp: jmp.Policy = FP32, **kwargs) -> TrainerState:
-    model = Model.init(jax.random.PRNGKey(5))
-    return TrainerState.init(optimizer(), model, key=jax.random.PRNGKey(0), mp=mp, **kwargs)
-
-
-def mesh():
-    return hax.partitioning.set_mesh(Mesh(np.array(jax.devices()[:1]), ("data",)))
-
-
-def trained(microbatch_size: int | None = None, mp: jmp.Policy = FP32, num_steps: int = 3, **kwargs):
-    """The states before and after every step."""
-    with mesh():
-        states, step = [initial_state(mp, **kwargs)], step_fn(microbatch_size, mp)
-        for i in range(num_steps):
-            states.append(step(states[-1], *batch_of(i)))
-    return states
-
-
-@pytest.mark.parametrize("mp", [FP32, BF16], ids=["fp32", "bf16"])
-def test_train_step_replaces_bias_with_that_of_the_next_step(mp):
-    states = trained(mp=mp)
-    for i, (before, after) in enumerate(itertools.pairwise(states)):
-        bias = biases(after.model)
-        assert np.abs(bias).max() > 0.1
-        assert np.abs(bias.mean(axis=1)).max() < BIAS_ATOL
-        np.testing.assert_array_equal(bias, biases(gradient(before.model, *batch_of(i), mp=mp)))
-        if mp is FP32:
-            expected = next_biases_by_hand(before.model, *batch_of(i))
-            np.testing.assert_allclose(bias, expected, rtol=0, atol=BIAS_ATOL)
-        num_valid = after.model.layers.stacked.state.num_valid().array
-        np.testing.assert_array_equal(num_valid, np.full(Layers.size, batch_of(i)[1].array.sum()))
-
-
-def test_train_step_keeps_bias_out_of_the_optimizer():
-    state = initial_state()
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
-    assert any("router" in path for path in paths)
-    assert not [path for path in paths if "state.bias" in path or "state.weight" in path]
-
-
-def test_train_step_clipping_does_not_see_the_bias():
-    # Adam's first step has the same size at any gradient scale, SGD's does not.
-    model, batch = Model.init(jax.random.PRNGKey(6)), batch_of(6)
-    grads = gradient(model, *batch)
-    scaled = eqx.tree_at(
-        lambda g: g.layers.stacked.state, grads, replace_fn=lambda s: jax.tree.map(lambda leaf: leaf * 1e20, s)
-    )
-    clipped = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    state = TrainerState.init(clipped, model, key=jax.random.PRNGKey(0))
-    routers = [
-        state.take_step(g, key=state.training_key)[0].model.layers.stacked.router.array for g in (grads, scaled)
-    ]
-    assert (routers[0] != model.layers.stacked.router.array).any()
-    np.testing.assert_array_equal(*routers)
-
-
-@pytest.mark.parametrize("mp", [FP32, BF16], ids=["fp32", "bf16"])
-def test_train_step_microbatches_average_their_biases_by_valid_tokens(mp):
-    states = trained(microbatch_size=16, mp=mp)
-    for i, (before, after) in enumerate(itertools.pairwise(states)):
-        x, valid = batch_of(i)
-        parts = [(x["batch", hax.ds(k, 16)], valid["batch", hax.ds(k, 16)]) for k in range(0, 64, 16)]
-        weights = np.array([part[1].array.sum() for part in parts], np.float64)
-        assert weights.max() > 2 * weights.min() > 0
-        by_part = np.stack([biases(gradient(before.model, *part, mp=mp)) for part in parts])
-        expected = np.tensordot(weights / weights.sum(), by_part.astype(np.float64), 1)
-        assert np.abs(expected - by_part.mean(axis=0)).max() > 100 * BIAS_ATOL
-        np.testing.assert_allclose(biases(after.model), expected, rtol=0, atol=BIAS_ATOL)
-
-
-def test_train_step_one_microbatch_of_all_equals_none_bitwise():
-    whole, same = trained(num_steps=1)[-1], trained(microbatch_size=64, num_steps=1)[-1]
-    np.testing.assert_array_equal(biases(whole.model), biases(same.model))
-
-
-def test_train_step_changing_bias_compiles_once():
-    traces = []
-
-    @eqx.filter_jit
-    def step(state, x, token_valid):
-        traces.append(1)
-        grads, _ = eqx.filter_grad(loss_fn, has_aux=True)(state.model, x, token_valid)
-        return state.take_step(grads, key=state.training_key)[0]
-
-    state = initial_state()
-    for i in range(3):
-        state = step(state, *batch_of(i))
-    assert len(traces) == 1
-
-
-def test_model_averaging_bias_is_the_average_of_biases():
-    states = trained(num_steps=2, model_averaging=EmaModelAveragingConfig(beta=0.75))
-    expected = np.zeros((Layers.size, 8))
-    for state in states[1:]:
-        expected = 0.75 * expected + 0.25 * biases(state.model)
-    averaged = states[-1].eval_model
-    np.testing.assert_allclose(biases(averaged), expected, rtol=EMA_RTOL, atol=EMA_RTOL)
-    x, valid = batch_of(0)
-    assert np.isfinite(averaged(x, valid).array).all()
-
-
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_checkpoint_of_train_state_restores_every_bit_of_the_bias(tmp_path, num_devices):
-    trained_state = trained(num_steps=2, mp=BF16)[-1]
-    mapping = {"batch": "data", "embed": "data"}
-    device_mesh = Mesh(np.array(jax.devices()[:num_devices]), ("data",))
-    with hax.partitioning.set_mesh(device_mesh):
-        save_checkpoint(hax.shard(trained_state, mapping), 2, tmp_path / "checkpoint")
-        restored = load_checkpoint(
-            initial_state(BF16), tmp_path / "checkpoint", axis_mapping=mapping, mesh=device_mesh
-        )
-    assert_same_state(restored.model.layers.stacked.state, trained_state.model.layers.stacked.state)
-    assert np.abs(biases(restored.model)).max() > 0.1

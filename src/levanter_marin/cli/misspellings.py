@@ -45,6 +45,8 @@ def explain(annotation: Any, raw: Any, path: Path = ()) -> str | None:
             chosen = annotation.get_choice_class(name)
         except KeyError:
             known = ", ".join(nearest_first(str(name), annotation.get_known_choices()))
+            if name is None:
+                return f"`{_dotted(path)}`: needs a `{CHOICE_TYPE_KEY}`; known: {known}"
             return f"`{_dotted((*path, CHOICE_TYPE_KEY))}`: no type `{name}`; known, nearest first: {known}"
         return _explain_fields(chosen, {key: raw[key] for key in raw if key != CHOICE_TYPE_KEY}, path)
     if dataclasses.is_dataclass(annotation):

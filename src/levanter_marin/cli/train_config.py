@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import draccus
+import mergedeep
 from draccus import cfgparsing
 from draccus.argparsing import ArgumentParser
 from draccus.choice_types import CHOICE_TYPE_KEY
@@ -35,9 +36,11 @@ def load_train_config(config_path: str, overrides: list[str]) -> TrainLmConfig:
     Raises:
         UserError: the file is absent or no YAML mapping, an option, type or field is unknown, a value is refused.
     """
-    raw = _merge(find_config(config_path), overrides)
-    for path in _NAMEABLE:
-        _expand_bare_name(raw, path)
+    raw = _read(find_config(config_path))
+    _expand_bare_names(raw)
+    # A bare name among the overrides replaces the whole mapping of the file, so it is expanded after merging.
+    raw = mergedeep.merge(raw, _parse(overrides))
+    _expand_bare_names(raw)
     try:
         return draccus.decode(TrainLmConfig, raw)
     except DraccusException as error:
@@ -62,8 +65,7 @@ def find_config(config_path: str) -> str:
     raise UserError(f"no config file {config_path}{hint}")
 
 
-def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
-    """The plain mapping that upstream would decode."""
+def _read(config_path: str) -> dict[str, Any]:
     try:
         with open(config_path, encoding="utf-8") as file:
             content = cfgparsing.load_config(file, file=config_path)
@@ -71,9 +73,13 @@ def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
         raise UserError(f"{config_path} is not readable as YAML: {error.__cause__}") from error
     if not isinstance(content, dict):
         raise UserError(f"{config_path} holds no mapping of fields such as `model:`, `data:` and `trainer:`")
+    return content
 
-    parser = ArgumentParser(TrainLmConfig, config_path=config_path, exit_on_error=False)
-    parser.config_class = dict[str, Any]  # hands the merged mapping out undecoded
+
+def _parse(overrides: list[str]) -> dict[str, Any]:
+    """Upstream's options as a nested mapping, undecoded."""
+    parser = ArgumentParser(TrainLmConfig, exit_on_error=False)
+    parser.config_class = dict[str, Any]
     for action in parser.parser._actions:
         action.choices = None  # a wrong type is explained like one in the file
     try:
@@ -89,14 +95,13 @@ def _merge(config_path: str, overrides: list[str]) -> dict[str, Any]:
         raise UserError(f"no option `{unknown}`{did_you_mean(unknown, options)}") from error
 
 
-def _expand_bare_name(raw: dict[str, Any], path: tuple[str, ...]) -> None:
-    *parents, key = path
-    for parent in parents:
-        raw = raw.get(parent)
-        if not isinstance(raw, dict):
-            return
-    if isinstance(raw.get(key), str):
-        raw[key] = {CHOICE_TYPE_KEY: raw[key]}
+def _expand_bare_names(raw: dict[str, Any]) -> None:
+    for *parents, key in _NAMEABLE:
+        holder = raw
+        for parent in parents:
+            holder = holder.get(parent) or {}
+        if isinstance(holder.get(key), str):
+            holder[key] = {CHOICE_TYPE_KEY: holder[key]}
 
 
 def _refusal(error: BaseException) -> str:

@@ -3,17 +3,20 @@
 
 """Runs Levanter's own `train_lm`, unchanged, and reports where its results are."""
 
+import atexit
 import collections
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
-from levanter.checkpoint import discover_latest_checkpoint
+from levanter.checkpoint import discover_checkpoint_candidates
 from levanter.data.loader import DataLoaderIterator
 from levanter.main import train_lm
+from levanter.tracker import wandb as levanter_wandb
 from levanter.tracker.tensorboard import TensorboardConfig
+from levanter.tracker.tracker import TrackerConfig
 from levanter.tracker.wandb import WandbConfig
 from levanter.trainer import TrainerConfig
 
@@ -27,12 +30,17 @@ def run(config_path: str, overrides: list[str]) -> int:
     """Trains as `python -m levanter.main.train_lm --config_path CONFIG_PATH OVERRIDES` does.
 
     Returns:
-        0 after a complete run, with its prefetching threads stopped.
+        0 after a complete run, with its prefetching threads stopped, and for a run that was complete before.
 
     Raises:
         UserError: for the mistakes that `load_train_config`, `check_data` and `mistake_behind` know.
     """
     config = load_train_config(config_path, overrides)
+    done = _steps_done(config.trainer)
+    if done >= config.trainer.num_train_steps:
+        print(f"run {config.trainer.id} has done {done} steps; continue with a larger --trainer.num_train_steps")
+        return 0
+
     check_data(config.data)
     try:
         train_lm.main(config)
@@ -43,6 +51,7 @@ def run(config_path: str, overrides: list[str]) -> int:
         raise UserError(line) from error
     finally:
         close_data_loaders()
+    _tear_down_wandb(config.trainer)
     if jax.process_index() == 0:
         print("\n".join(_report(config.trainer)), flush=True)
     return 0
@@ -59,16 +68,32 @@ def close_data_loaders() -> None:
             candidate.close()
 
 
+def _steps_done(trainer: TrainerConfig) -> int:
+    """Steps in the checkpoint from which a run with this id would continue; 0 without one."""
+    if trainer.id is None or trainer.load_checkpoint is False:
+        return 0
+    checkpoints = discover_checkpoint_candidates(*trainer.checkpoint_search_paths(trainer.id))
+    return checkpoints[-1].step + 1 if checkpoints else 0
+
+
+def _trackers(trainer: TrainerConfig) -> Sequence[TrackerConfig]:
+    return trainer.tracker if isinstance(trainer.tracker, Sequence) else (trainer.tracker,)
+
+
+def _tear_down_wandb(trainer: TrainerConfig) -> None:
+    """Does now what upstream leaves to an exit handler, when Python 3.12 starts no more threads."""
+    for tracker in _trackers(trainer):
+        if isinstance(tracker, WandbConfig):
+            atexit.unregister(levanter_wandb._teardown_wandb_service_bounded)
+            levanter_wandb._teardown_wandb_service_bounded(tracker.service_teardown_timeout)
+
+
 def _report(trainer: TrainerConfig) -> Iterator[str]:
     run_id = trainer.id
-    checkpoint_roots = [
-        trainer.checkpointer.expanded_path(run_id),
-        trainer.checkpointer.expanded_temporary_path(run_id),
-    ]
-    checkpoint = discover_latest_checkpoint(*[root for root in checkpoint_roots if root is not None])
-    yield f"checkpoint  {checkpoint or 'none'}"
-    trackers = trainer.tracker if isinstance(trainer.tracker, tuple | list) else (trainer.tracker,)
-    for tracker in trackers:
+    roots = [trainer.checkpointer.expanded_path(run_id), trainer.checkpointer.expanded_temporary_path(run_id)]
+    checkpoints = discover_checkpoint_candidates(*[root for root in roots if root is not None])
+    yield f"checkpoint  {checkpoints[-1].path if checkpoints else 'none'}"
+    for tracker in _trackers(trainer):
         if isinstance(tracker, JsonLinesConfig):
             path = tracker.path(run_id)
             yield f"metrics     {path}"

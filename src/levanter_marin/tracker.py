@@ -22,7 +22,8 @@ _TAIL_BYTES = 1 << 20  # more than any record
 class JsonLinesTracker(JsonLoggerTracker):
     """Appends `hparams`, `log` (with `step`), `summary`, `artifact` and `finish` records to `path`.
 
-    A record reaches the file before the call returns. A resumed run appends: of two records of a step the later counts.
+    A record reaches the file before the call returns. A resumed run appends, so of two records of one step the later
+    counts.
     """
 
     name = "json_lines"
@@ -31,7 +32,7 @@ class JsonLinesTracker(JsonLoggerTracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_record(path)
         self.handler = logging.FileHandler(path, mode="a", encoding="utf-8")
-        logger = logging.Logger(self.name)  # noqa: LOG001 - private: two runs of a process must not share handlers
+        logger = logging.Logger(self.name)  # not from getLogger: two runs of one process must not share handlers
         logger.addHandler(self.handler)
         super().__init__(logger)
 

@@ -7,7 +7,7 @@ import warnings
 
 try:
     import levanter_marin.registration  # noqa: F401
-except Exception as error:  # noqa: BLE001
+except Exception as error:
     # Draccus imports this module for every config of the environment, so a fault here must not break the others.
     warnings.warn(
         f"levanter-marin types are not available: {type(error).__name__}: {error} "

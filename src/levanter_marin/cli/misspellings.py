@@ -82,7 +82,7 @@ def _items(annotation: Any, raw: Any, path: Path) -> Iterator[tuple[Any, Any, Pa
         yield arguments[-1], value, (*path, str(key))
 
 
-def _explain_fields(cls: type, raw: Mapping[str, Any], path: Path) -> str | None:
+def _explain_fields(cls: type, raw: Mapping[Any, Any], path: Path) -> str | None:
     names = [field.name for field in dataclasses.fields(cls)]
     for key in raw:
         if key not in names:

@@ -78,7 +78,7 @@ def _read(config_path: str) -> dict[str, Any]:
 
 def _parse(overrides: list[str]) -> dict[str, Any]:
     """Upstream's options as a nested mapping, undecoded."""
-    parser = ArgumentParser(TrainLmConfig, exit_on_error=False)
+    parser: ArgumentParser[Any] = ArgumentParser(TrainLmConfig, exit_on_error=False)
     parser.config_class = dict[str, Any]
     for action in parser.parser._actions:
         action.choices = None  # a wrong type is explained like one in the file

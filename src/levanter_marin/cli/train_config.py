@@ -5,6 +5,7 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 import draccus
@@ -56,13 +57,8 @@ def find_config(config_path: str) -> str:
         if os.path.isfile(candidate):
             return candidate
     folder, name = os.path.split(config_path)
-    files = (
-        [entry for entry in os.listdir(folder or ".") if entry.endswith(".yaml")]
-        if os.path.isdir(folder or ".")
-        else []
-    )
-    hint = did_you_mean(os.path.splitext(name)[0], [os.path.splitext(file)[0] for file in files])
-    raise UserError(f"no config file {config_path}{hint}")
+    neighbours = [path.stem for path in Path(folder).glob("*.yaml")]
+    raise UserError(f"no config file {config_path}{did_you_mean(os.path.splitext(name)[0], neighbours)}")
 
 
 def _read(config_path: str) -> dict[str, Any]:
@@ -97,10 +93,10 @@ def _parse(overrides: list[str]) -> dict[str, Any]:
 
 def _expand_bare_names(raw: dict[str, Any]) -> None:
     for *parents, key in _NAMEABLE:
-        holder = raw
+        holder: Any = raw
         for parent in parents:
-            holder = holder.get(parent) or {}
-        if isinstance(holder.get(key), str):
+            holder = holder.get(parent) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and isinstance(holder.get(key), str):
             holder[key] = {CHOICE_TYPE_KEY: holder[key]}
 
 

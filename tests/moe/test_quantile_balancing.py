@@ -202,20 +202,14 @@ def test_topk_beta_fewer_tokens_than_experts_takes_the_largest_margin():
     np.testing.assert_array_equal(estimate(margins, valid, 2, TOPK), margins[0].max(axis=0))
 
 
-def test_histogram_beta_batch_not_a_multiple_of_the_devices_equals_one_device():
+@ESTIMATORS
+def test_quantile_beta_batch_not_a_multiple_of_the_devices_equals_one_device(config):
     margins, valid = random_case("padded", batch=6)
     named = hax.named(jnp.asarray(margins), ("batch", "position", "router_experts"))
     token_valid = hax.named(jnp.asarray(valid), ("batch", "position"))
     with on_mesh(*MESHES["data8"]):
-        beta = jitted_beta(2, HISTOGRAM)(named, token_valid)
-    np.testing.assert_array_equal(beta.array, estimate(margins, valid, 2, HISTOGRAM))
-
-
-def test_topk_beta_uneven_shards_raises_with_both_sizes():
-    margins, _ = random_case("random", batch=6)
-    named = hax.named(jnp.asarray(margins), ("batch", "position", "router_experts"))
-    with on_mesh(*MESHES["data8"]), pytest.raises(ValueError, match="batch of size 6 .* 8 shards"):
-        quantile_beta(named, None, num_experts_per_token=2, config=TOPK)
+        beta = jitted_beta(2, config)(named, token_valid)
+    np.testing.assert_array_equal(beta.array, estimate(margins, valid, 2, config))
 
 
 @ESTIMATORS

@@ -13,7 +13,8 @@ Both estimators select by counting instead of sorting or scattering: the wanted 
 integer key, and the key's bits are found from the top, each by one comparison and one sum over tokens. Memory
 beyond the keys is one number per expert; the [experts, bins] histogram is never built.
 
-The method is that of the Marin 535B-A23B run: https://github.com/marin-community/marin/issues/8435
+References: https://openathena.ai/blog/quantile-balancing/, https://kexue.fm/archives/11619; estimators compared in
+https://github.com/marin-community/marin/issues/8033.
 """
 
 import functools

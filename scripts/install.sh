@@ -4,21 +4,30 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The folder is part of the stamp because a virtual environment does not survive being moved or copied.
-wanted="$(pwd) $(cat requirements.lock pyproject.toml scripts/install.sh | cksum) ${PYTHON:-}"
+# The folder is part of both records because a virtual environment does not survive being moved or copied.
 stamp=.venv/.installed
-if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+wanted="$(pwd) $(cat requirements.lock pyproject.toml scripts/install.sh | cksum)"
+base=.venv/.base
+
+python=
+if [ -n "${PYTHON:-}" ] || [ "$(head -n 1 "$base" 2>/dev/null)" != "$(pwd)" ] || ! .venv/bin/python -c '' 2>/dev/null
+then
+    python="$(scripts/find_python.sh "${1:-install}")"
+    if [ "$(cat "$base" 2>/dev/null)" = "$(pwd; echo "$python")" ] && .venv/bin/python -c '' 2>/dev/null; then
+        python=
+    fi
+fi
+if [ -z "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
-python="$(scripts/find_python.sh "${1:-install}")"
-echo "installing into .venv with $python ($("$python" --version 2>&1)); the first time takes a minute or two"
-# An environment of this folder and this Python is brought up to date, any other is made anew.
-if [ "$(cat .venv/.base 2>/dev/null)" != "$(pwd) $python" ] || ! .venv/bin/python -c '' 2>/dev/null; then
+if [ -n "$python" ]; then
+    echo "making .venv with $python ($("$python" --version 2>&1))"
     rm -rf .venv
     "$python" -m venv .venv
-    echo "$(pwd) $python" >.venv/.base
+    (pwd; echo "$python") >"$base"
 fi
+echo "installing requirements.lock into .venv; the first time takes minutes"
 rm -f "$stamp"
 pip() { .venv/bin/python -m pip --quiet --quiet --disable-pip-version-check "$@"; }
 pip install --no-deps --requirement requirements.lock

@@ -10,6 +10,7 @@ its backward pass returns the new state where the cotangent of the old one belon
 optimizer, of clipping and of weight decay, and combines microbatches with `RouterBias.accumulate`.
 """
 
+import dataclasses
 from typing import Self
 
 import equinox as eqx
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.quantization import CustomGradientAccumulation
+
+from levanter_marin.axes import ROUTER_EXPERTS
 
 # Gradient and parameter norms in a trainer's logs include this state. Powers of two keep it exact and make it
 # vanish there: a bias of order one per expert, or a token count, would be all that such a norm shows.
@@ -65,7 +68,8 @@ class RouterBias(CustomGradientAccumulation):
     the loss through `record_bias`. Between steps it holds the bias of the next step, so evaluation and export use
     what training would use next.
 
-    Casting to bf16 is exact. fp16 has too few exponent bits for it and is refused by `value()`.
+    Casting to bf16 is exact. fp16 has too few exponent bits for it and is refused by `value()`. A linear average of
+    states, as model averaging takes, holds the average of their biases, but bf16 rounds that to 8 bits.
     """
 
     bias: Bf16Terms
@@ -109,16 +113,15 @@ class RouterBias(CustomGradientAccumulation):
         total = mine_weight + yours_weight
         share = yours_weight / hax.maximum(total, 1.0)
         mean = mine + (yours - mine) * share
-        only_mine = hax.where(mine_weight > 0, mine, 0.0)
-        bias = hax.where(
-            mine_weight > 0, hax.where(yours_weight > 0, mean, only_mine), hax.where(total > 0, yours, 0.0)
-        )
-        return _cast_like(RouterBias.from_value(bias.rearrange(mine.axes), total), self)
+        with_yours = hax.where(mine_weight > 0, mean, yours)
+        bias = hax.where(yours_weight > 0, with_yours, hax.where(mine_weight > 0, mine, 0.0))
+        combined = _cast_like(RouterBias.from_value(bias.rearrange(mine.axes), total), self)
+        return dataclasses.replace(self, bias=combined.bias, weight=combined.weight)
 
 
 def next_router_bias(beta: NamedArray) -> NamedArray:
-    """The bias that the thresholds `beta` {router_experts} ask for: -beta, centred over experts, fp32."""
-    return hax.mean(beta, axis=beta.axes[-1]) - beta
+    """The bias that thresholds {..., router_experts} ask for: -beta, centred over experts, in the dtype of beta."""
+    return hax.mean(beta, axis=ROUTER_EXPERTS) - beta
 
 
 def record_bias(x: NamedArray, state: RouterBias, next_bias: NamedArray, valid_count: NamedArray) -> NamedArray:

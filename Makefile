@@ -1,4 +1,4 @@
-# Every target first makes .venv from requirements.lock with a Python >= 3.12 that it finds by itself.
+# Every target first makes .venv from requirements.lock with a Python 3.12 or 3.13 that it finds by itself.
 # PYTHON=/path/to/python names one. After the first time no network is needed.
 
 CONFIG ?= config/marin_moe_nano.yaml

@@ -55,6 +55,7 @@ IMPORT_ORDER = """
     cli.misspellings
     cli.train_config
     cli.preflight
+    cli.training
     cli.corpus
     cli.describe
     cli.train

@@ -54,7 +54,8 @@ def mistake_behind(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name == "tensorboardX":
         return "the tensorboard tracker needs a package more: pip install tensorboardX"
     if isinstance(error, wandb.errors.Error):
-        return f"W&B: {error}; without an account set trainer.tracker: {{type: wandb, mode: offline}} or json_lines"
+        reason = str(error).rstrip(".")
+        return f"W&B: {reason}; without an account set trainer.tracker: {{type: wandb, mode: offline}} or json_lines"
     if isinstance(error, ValueError) and error.__traceback__ is not None and _is_refusal(error.__traceback__):
         return str(error)
     return None

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prints the path of a Python 3.12 or 3.13 (what Levanter supports) that can make virtual environments, or one line saying what was looked at.
-# PYTHON=/path/to/python overrides the search.
+# Prints the path of a Python that Levanter supports (3.12 or 3.13) and that can make virtual environments, or one line
+# saying what was looked at. PYTHON=/path/to/python overrides the search.
 set -uo pipefail
 
 # A candidate is run, not just found: a version manager's shim exists for versions that are not selected.
 executable_of() {
-    "$1" -c 'import sys, ensurepip, venv; sys.exit(print(sys.executable) if (3, 12) <= sys.version_info < (3, 14) else 1)' \
-        2>/dev/null </dev/null
+    "$1" -c 'import sys, ensurepip, venv
+sys.exit(print(sys.executable) if (3, 12) <= sys.version_info < (3, 14) else 1)' 2>/dev/null </dev/null
 }
 
 if [ -n "${PYTHON:-}" ]; then

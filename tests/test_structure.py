@@ -44,8 +44,8 @@ IMPORT_ORDER = """
     moe.latent_moe
     models.block
     models.transformer
-    models.marin_moe
     models.parameter_counts
+    models.marin_moe
     models.presets
     analysis.counts
     registration

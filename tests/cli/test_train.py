@@ -134,7 +134,7 @@ def test_train_config_with_bare_names_takes_their_defaults(workplace):
 
 
 def test_train_config_with_bare_name_option_replaces_the_mapping(workplace):
-    path = write_config({})
+    path = write_config({"trainer.tracker.output_dir": "elsewhere"})
     assert load_train_config(path, ["--model", "llama"]).model == LlamaConfig()
     offline = ["--trainer.tracker", "{type: wandb, mode: offline}"]
     assert load_train_config(path, offline).trainer.tracker == WandbConfig(mode="offline")

@@ -28,7 +28,8 @@ _NAMEABLE = (("model",), ("optimizer",), ("trainer", "tracker"))
 def load_train_config(config_path: str, overrides: list[str]) -> TrainLmConfig:
     """Reads `config_path` as upstream's `train_lm --config_path` does, with the same overrides.
 
-    Beyond upstream, `model: NAME` means `model: {type: NAME}`; likewise `optimizer` and `trainer.tracker`.
+    Beyond upstream, `model: NAME` means `model: {type: NAME}`; likewise `optimizer` and `trainer.tracker`. A tracker
+    among the overrides replaces the file's, where upstream merges the two.
 
     Args:
         config_path: a file, its name without .yaml, or the name of a file among Levanter's own configs.
@@ -39,8 +40,11 @@ def load_train_config(config_path: str, overrides: list[str]) -> TrainLmConfig:
     """
     raw = _read(find_config(config_path))
     _expand_bare_names(raw)
+    changes = _parse(overrides)
+    if "tracker" in changes.get("trainer", {}) and isinstance(raw.get("trainer"), dict):
+        raw["trainer"].pop("tracker", None)  # merged, the fields of two trackers would not fit together
     # A bare name among the overrides replaces the whole mapping of the file, so it is expanded after merging.
-    raw = mergedeep.merge(raw, _parse(overrides))
+    raw = mergedeep.merge(raw, changes)
     _expand_bare_names(raw)
     try:
         return draccus.decode(TrainLmConfig, raw)

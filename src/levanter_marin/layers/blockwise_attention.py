@@ -3,12 +3,12 @@
 
 """Causal grouped-query attention that skips the key blocks no query of a block can see.
 
-Letters of raw arrays: `...` batch axes, s position, n block, c blocks of one step, k KV head, g query head of a
-KV head, q query and t key inside a block, d head size. Blocks are [n, ..., k, g, q, d] and [n, ..., k, t, d]: the
-position is the second to last axis because batched products over [position, head_size] matrices take half the time
-of other layouts on CPU, and batch and head axes stay apart so that a mesh can shard each.
+Letters of raw arrays: `...` batch axes, s position, k KV head, g query head of a KV head, d head size, c query blocks
+of one step, q position inside a query block, r = g * q rows of a query block, b key block, t position inside a key
+block or inside a stretch of key blocks. Batched products of [r, d] and [t, d] matrices are the fast ones on CPU; a
+step is small enough for the caches; batch and head axes stay apart so that a mesh can shard each.
 
-A block saves its output and the log-sum-exp of its scores; the backward pass recomputes the probabilities.
+The forward pass saves its output and the log-sum-exp of its scores; the backward pass recomputes the probabilities.
 
 References:
     Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023.
@@ -30,22 +30,36 @@ from levanter_marin import axes
 
 # Far below any score, finite so that a row whose keys are all masked stays free of NaN until it is discarded.
 _MASKED = -1e30
-# Scores of one step: 4 MiB in fp32, about what the caches hold.
-_SCORES_PER_STEP = 2**20
-# Up to this many query blocks, global attention is unrolled and slices keys to the length of the block's prefix.
-_MAX_UNROLLED_BLOCKS = 8
-# Query blocks that one key tile of the looped global attention spans.
-_QUERY_BLOCKS_PER_TILE = 4
-# An id of positions before the sequence, which no query has.
+# The id of the positions before a sequence, which no query has.
 _NO_SEGMENT = np.iinfo(np.int32).min
+# Scores of one step. A local step takes as many blocks, a global step as long a key block as this allows.
+_LOCAL_SCORES = 2**20
+_GLOBAL_SCORES = 2**17
 
 
 class _Plan(NamedTuple):
-    """Static part of a call: all sizes in positions."""
+    """Static part of a call.
 
-    window: int | None
-    block: int
+    A local step compares each of its `at_once` query blocks with the `reach` key blocks before it and its own.
+    A global step compares one query block with every key block of its prefix, one after the other.
+    """
+
+    window: int | None  # None is global
+    block: int  # positions of a query block
+    key_block: int  # positions of a key block
+    reach: int
+    at_once: int
+    steps: int
     dtype: jnp.dtype  # of the operands of products
+
+    @property
+    def step_length(self) -> int:
+        return self.at_once * self.block
+
+    @property
+    def length(self) -> int:
+        """Positions of all steps: the sequence's, rounded up."""
+        return self.steps * self.step_length
 
 
 def blockwise_attention(
@@ -92,11 +106,10 @@ def blockwise_attention(
     else:
         ids = hax.broadcast_to(segment_ids, (*batch, Pos)).array.astype(jnp.int32)
 
-    window = None if sliding_window is None or sliding_window >= Pos.size else sliding_window
-    block = min(block_size or _default_block(Pos.size, window), Pos.size)
+    heads = query.size // (Pos.size * HeadSize.size)
     dtype = jnp.dtype(jnp.float32 if attention_dtype is None else attention_dtype)
     out = _attention(
-        _Plan(window, block, dtype),
+        _plan(Pos.size, heads, sliding_window, block_size, dtype),
         ordered.array,
         key.rearrange((*batch, Pos, KvHead, HeadSize)).array,
         value.rearrange((*batch, Pos, KvHead, HeadSize)).array,
@@ -119,14 +132,23 @@ def _check(query, key, value, sliding_window, block_size) -> None:
             )
 
 
-def _default_block(length: int, window: int | None) -> int:
-    if window is None:
-        return 128 if length > 1024 else max(64, _power_of_two(length // _MAX_UNROLLED_BLOCKS))
-    return min(max(32, _power_of_two(window // 2)), 128)
+def _plan(length: int, heads: int, window: int | None, block: int | None, dtype: jnp.dtype) -> _Plan:
+    """`heads` counts the query heads of all rows of the batch."""
+    if window is None or window >= length:
+        block = min(block or 64, length)
+        blocks_per_key_block = max(1, _power_of_two(_GLOBAL_SCORES // (heads * block**2)))
+        key_block = block * min(blocks_per_key_block, -(-length // block))
+        return _Plan(None, block, key_block, 0, 1, -(-length // block), dtype)
+    block = min(block or min(max(32, _power_of_two(window // 2)), 128), length)
+    reach = -(-(window - 1) // block)
+    count = -(-length // block)
+    steps = -(-count // max(1, _LOCAL_SCORES // (heads * block**2 * (reach + 1))))
+    return _Plan(window, block, block, reach, -(-count // steps), steps, dtype)
 
 
 def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
+    """The largest power of two up to n, 0 for 0."""
+    return 1 << n.bit_length() - 1 if n else 0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -141,223 +163,93 @@ def _attention(
 
 
 def _attention_forward(plan, query, key, value, ids):
-    forward = _global_forward if plan.window is None else _local_forward
-    out, lse = forward(plan, query, key, value, ids)
+    padded_query, query_ids = _pad(query, -4, 0, plan.length), _pad(ids, -1, 0, plan.length)
+    keys = _key_blocks(plan, key), _key_blocks(plan, value), _key_id_blocks(plan, ids)
+
+    def step(_, i):
+        q, q_ids = _scaled_rows(plan, padded_query, i), _id_blocks(plan, query_ids, i)
+
+        def attend(j):
+            stretch = _stretch(plan, keys, i, j)
+            return _block_forward(q, *stretch[:2], _mask(plan, q_ids, stretch[2], i, j))
+
+        out, lse = jax.lax.fori_loop(1, _visits(plan, i), lambda j, so_far: _merge(*so_far, *attend(j)), attend(0))
+        return None, (_from_rows(plan, out, query).astype(query.dtype), lse)
+
+    _, (out, lse) = jax.lax.scan(step, None, jnp.arange(plan.steps))
+    out = _join_steps(out, query)
     return out, (query, key, value, ids, out, lse)
 
 
 def _attention_backward(plan, residuals, d_out):
-    backward = _global_backward if plan.window is None else _local_backward
-    query, key, value = residuals[:3]
-    d_query, d_key, d_value = backward(plan, *residuals, d_out)
-    return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype), None
+    query, key, value, ids, out, lse = residuals
+    padded_query, padded_out, padded_d_out = (_pad(x, -4, 0, plan.length) for x in (query, out, d_out))
+    query_ids = _pad(ids, -1, 0, plan.length)
+    keys = _key_blocks(plan, key), _key_blocks(plan, value), _key_id_blocks(plan, ids)
+    zeros = jnp.zeros_like(keys[0].swapaxes(-1, -2), jnp.float32)
+
+    def step(d_keys_values, step):
+        i, step_lse = step
+        q, q_ids = _scaled_rows(plan, padded_query, i), _id_blocks(plan, query_ids, i)
+        rows = [_rows(plan, x, i).astype(jnp.float32) for x in (padded_out, padded_d_out)]
+        delta = jnp.sum(rows[0] * rows[1], axis=-1, keepdims=True)
+
+        def attend(j, so_far):
+            d_q, *d_keys_values = so_far
+            stretch = _stretch(plan, keys, i, j)
+            mask = _mask(plan, q_ids, stretch[2], i, j)
+            d_q_part, *parts = _block_backward(q, *stretch[:2], mask, step_lse, delta, rows[1].astype(plan.dtype))
+            start = _stretch_start(plan, i, j)
+            return d_q + d_q_part, *(
+                _add_stretch(plan, x, y, start) for x, y in zip(d_keys_values, parts, strict=True)
+            )
+
+        d_q, *d_keys_values = jax.lax.fori_loop(
+            0, _visits(plan, i), attend, (jnp.zeros(q.shape, jnp.float32), *d_keys_values)
+        )
+        d_q = _from_rows(plan, d_q, query) / math.sqrt(query.shape[-1])
+        return tuple(d_keys_values), d_q.astype(query.dtype)
+
+    d_keys_values, d_query = jax.lax.scan(step, (zeros, zeros), (jnp.arange(plan.steps), lse))
+    d_key, d_value = (_from_key_blocks(plan, x, key) for x in d_keys_values)
+    return _join_steps(d_query, query), d_key, d_value.astype(value.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-# One query block against one stretch of keys.
+# Query blocks against stretches of keys.
 
 
-def _scores(query, key, mask: Bool[Array, "... #k #g q t"]) -> Float[Array, "... k g q t"]:
-    return jnp.where(mask, _product("...kgqd,...ktd->...kgqt", query, key), _MASKED)
-
-
-def _product(spec: str, a: Array, b: Array) -> Array:
+def _product(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.einsum(spec, a, b.astype(a.dtype), preferred_element_type=jnp.float32)
 
 
+def _scores(
+    query: Float[Array, "... k c r d"], key: Float[Array, "... k c t d"], mask: Bool[Array, "... #c 1 q t"]
+) -> Float[Array, "... k c r t"]:
+    scores = _product("...rd,...td->...rt", query, key)
+    by_group = scores.reshape(*scores.shape[:-2], -1, *mask.shape[-2:])
+    return jnp.where(mask, by_group, _MASKED).reshape(scores.shape)
+
+
 def _block_forward(query, key, value, mask):
-    """Output and log-sum-exp [... k g q 1] of one block, in fp32."""
+    """Output [... k c r d] and log-sum-exp [... k c r 1] in fp32; the query comes scaled."""
     scores = _scores(query, key, mask)
     peak = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = _product("...kgqt,...ktd->...kgqd", weights.astype(value.dtype), value) / total
-    return out, peak + jnp.log(total)
+    return _product("...rt,...td->...rd", weights.astype(value.dtype), value) / total, peak + jnp.log(total)
 
 
-def _block_backward(query, key, value, mask, out, lse, d_out):
-    """Gradients of one block's query, key and value, in fp32; the query comes scaled."""
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1, keepdims=True)
-    d_out = d_out.astype(query.dtype)
-    probabilities = jnp.exp(_scores(query, key, mask) - lse)
-    d_value = _product("...kgqt,...kgqd->...ktd", probabilities.astype(query.dtype), d_out)
-    d_probabilities = _product("...kgqd,...ktd->...kgqt", d_out, value)
-    d_scores = (probabilities * (d_probabilities - delta)).astype(query.dtype)
-    d_query = _product("...kgqt,...ktd->...kgqd", d_scores, key)
-    d_key = _product("...kgqt,...kgqd->...ktd", d_scores, query)
+def _block_backward(query, key, value, mask, lse, delta, d_out):
+    """Gradients in fp32 of query [... k c r d], key and value [... k c d t], the faster layout of that product."""
+    weights = jnp.exp(_scores(query, key, mask) - lse)
+    d_scores = (weights * (_product("...rd,...td->...rt", d_out, value) - delta)).astype(query.dtype)
+    d_query = _product("...rt,...td->...rd", d_scores, key)
+    d_key = _product("...rd,...rt->...dt", query, d_scores)
+    d_value = _product("...rd,...rt->...dt", d_out, weights)
     return d_query, d_key, d_value
-
-
-# Between sequences and blocks. `batch_rank` is the number of batch axes.
-
-
-def _to_blocks(x: Array, batch_rank: int, block: int) -> Array:
-    """[... s (k (g)) (d)] to [n ... (k (g)) q (d)]; a length that is no multiple of the block is zero padded."""
-    length = x.shape[batch_rank]
-    count = -(-length // block)
-    x = jnp.pad(x, [(0, count * block - length if i == batch_rank else 0) for i in range(x.ndim)])
-    x = x.reshape(*x.shape[:batch_rank], count, block, *x.shape[batch_rank + 1 :])
-    if x.ndim > batch_rank + 2:
-        x = jnp.moveaxis(x, batch_rank + 1, -2)
-    return jnp.moveaxis(x, batch_rank, 0)
-
-
-def _from_blocks(x: Array, batch_rank: int, length: int) -> Array:
-    """Inverse of `_to_blocks` for arrays with a head_size axis."""
-    x = jnp.moveaxis(jnp.moveaxis(x, 0, batch_rank), -2, batch_rank + 1)
-    x = x.reshape(*x.shape[:batch_rank], -1, *x.shape[batch_rank + 2 :])
-    return jax.lax.slice_in_dim(x, 0, length, axis=batch_rank)
-
-
-def _scaled(plan: _Plan, query: Array) -> Array:
-    return (query.astype(jnp.float32) / math.sqrt(query.shape[-1])).astype(plan.dtype)
-
-
-def _same_segment(query_ids: Int[Array, "... q"], key_ids: Int[Array, "... t"]) -> Bool[Array, "... 1 1 q t"]:
-    return query_ids[..., None, None, :, None] == key_ids[..., None, None, None, :]
-
-
-# Local: every query block against the same number of key blocks, its own last.
-
-
-def _local_blocks(plan: _Plan, query, key, value, ids):
-    """Query blocks, keys and values in reach of each, ids of both."""
-    rank, block = ids.ndim - 1, plan.block
-    reach = _reach(plan)
-    key_ids = _in_reach(_to_blocks(ids, rank, block), reach, -1, _NO_SEGMENT)
-    keys, values = (_in_reach(_to_blocks(x.astype(plan.dtype), rank, block), reach, -2, 0) for x in (key, value))
-    return _to_blocks(_scaled(plan, query), rank, block), keys, values, _to_blocks(ids, rank, block), key_ids
-
-
-def _reach(plan: _Plan) -> int:
-    """Earlier key blocks that a query block touches."""
-    return -(-(plan.window - 1) // plan.block)
-
-
-def _in_reach(blocks: Array, reach: int, axis: int, fill: int) -> Array:
-    count = blocks.shape[0]
-    padded = jnp.pad(blocks, [(reach, 0)] + [(0, 0)] * (blocks.ndim - 1), constant_values=fill)
-    return jnp.concatenate([padded[i : i + count] for i in range(reach + 1)], axis=axis)
-
-
-def _sum_in_reach(gradients: Float[Array, "n ... t d"], reach: int, block: int) -> Float[Array, "n ... q d"]:
-    """Transpose of `_in_reach`: adds what the query blocks say about the same key block."""
-    total = gradients[..., reach * block :, :]
-    for i in range(reach):
-        ahead = reach - i
-        part = gradients[ahead:, ..., i * block : (i + 1) * block, :]
-        total = total + jnp.pad(part, [(0, min(ahead, total.shape[0]))] + [(0, 0)] * (part.ndim - 1))
-    return total
-
-
-def _local_mask(plan: _Plan, query_ids, key_ids):
-    ahead = _reach(plan) * plan.block
-    distance = ahead + np.arange(plan.block)[:, None] - np.arange(ahead + plan.block)
-    return jnp.asarray((distance >= 0) & (distance < plan.window)) & _same_segment(query_ids, key_ids)
-
-
-def _map_steps(function, blocks, scores_per_block: int):
-    """Applies a function of blocks to as many at once as `_SCORES_PER_STEP` allows."""
-    count = blocks[0].shape[0]
-    at_once = max(1, _SCORES_PER_STEP // scores_per_block)
-    steps = -(-count // at_once)
-    if steps == 1:
-        return function(blocks)
-    at_once = -(-count // steps)
-
-    def split(x):
-        x = jnp.pad(x, [(0, steps * at_once - count)] + [(0, 0)] * (x.ndim - 1))
-        return x.reshape(steps, at_once, *x.shape[1:])
-
-    results = jax.lax.map(function, jax.tree.map(split, blocks))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], results)
-
-
-def _scores_per_block(query_blocks: Array, keys: Array) -> int:
-    return math.prod(query_blocks.shape[1:-1]) * keys.shape[-2]
-
-
-def _local_forward(plan: _Plan, query, key, value, ids):
-    blocks = _local_blocks(plan, query, key, value, ids)
-
-    def forward(step):
-        q, k, v, query_ids, key_ids = step
-        return _block_forward(q, k, v, _local_mask(plan, query_ids, key_ids))
-
-    out, lse = _map_steps(forward, blocks, _scores_per_block(*blocks[:2]))
-    length, rank = query.shape[ids.ndim - 1], ids.ndim - 1
-    return _from_blocks(out, rank, length).astype(query.dtype), lse
-
-
-def _local_backward(plan: _Plan, query, key, value, ids, out, lse, d_out):
-    length, rank = query.shape[ids.ndim - 1], ids.ndim - 1
-    blocks = _local_blocks(plan, query, key, value, ids)
-    out, d_out = (_to_blocks(x, rank, plan.block) for x in (out, d_out))
-
-    def backward(step):
-        q, k, v, query_ids, key_ids, *rest = step
-        return _block_backward(q, k, v, _local_mask(plan, query_ids, key_ids), *rest)
-
-    d_query, d_keys, d_values = _map_steps(backward, (*blocks, out, lse, d_out), _scores_per_block(*blocks[:2]))
-    d_key, d_value = (_sum_in_reach(x, _reach(plan), plan.block) for x in (d_keys, d_values))
-    d_query = d_query / math.sqrt(query.shape[-1])
-    return tuple(_from_blocks(x, rank, length) for x in (d_query, d_key, d_value))
-
-
-# Global: a query block against its whole prefix, unrolled when short, else tile by tile.
-
-
-def _global_blocks(plan: _Plan, query, key, value, ids):
-    rank = ids.ndim - 1
-    count = -(-query.shape[rank] // plan.block)
-    tile = plan.block if count <= _MAX_UNROLLED_BLOCKS else plan.block * _QUERY_BLOCKS_PER_TILE
-    keys, values = (_to_blocks(x.astype(plan.dtype), rank, tile) for x in (key, value))
-    queries = _to_blocks(_scaled(plan, query), rank, plan.block)
-    return queries, keys, values, _to_blocks(ids, rank, plan.block), _to_blocks(ids, rank, tile)
-
-
-def _prefix(tiles: Array, count: int, axis: int) -> Array:
-    return jnp.concatenate([tiles[i] for i in range(count)], axis=axis)
-
-
-def _global_mask(query_start, key_start, query_ids, key_ids):
-    shape = (query_ids.shape[-1], key_ids.shape[-1])
-    rows = query_start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    columns = key_start + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return (columns <= rows) & _same_segment(query_ids, key_ids)
-
-
-def _tiles_of(plan: _Plan, i, tile: int):
-    """Key tiles that query block i sees."""
-    return ((i + 1) * plan.block + tile - 1) // tile
-
-
-def _global_forward(plan: _Plan, query, key, value, ids):
-    queries, keys, values, query_ids, key_ids = _global_blocks(plan, query, key, value, ids)
-    count, tile = queries.shape[0], keys.shape[-2]
-
-    def unrolled_block(i):
-        k, v, ids = _prefix(keys, i + 1, -2), _prefix(values, i + 1, -2), _prefix(key_ids, i + 1, -1)
-        return _block_forward(queries[i], k, v, _global_mask(i * plan.block, 0, query_ids[i], ids))
-
-    def looped_block(step):
-        i, q, q_ids = step
-
-        def add_tile(j, so_far):
-            mask = _global_mask(i * plan.block, j * tile, q_ids, key_ids[j])
-            return _merge(*so_far, *_block_forward(q, keys[j], values[j], mask))
-
-        nothing = jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:-1], 1), _MASKED, jnp.float32)
-        return jax.lax.fori_loop(0, _tiles_of(plan, i, tile), add_tile, nothing)
-
-    if count <= _MAX_UNROLLED_BLOCKS:
-        out, lse = jax.tree.map(lambda *x: jnp.stack(x), *[unrolled_block(i) for i in range(count)])
-    else:
-        out, lse = jax.lax.map(looped_block, (jnp.arange(count), queries, query_ids))
-    rank = ids.ndim - 1
-    return _from_blocks(out, rank, query.shape[rank]).astype(query.dtype), lse
 
 
 def _merge(out_a, lse_a, out_b, lse_b):
@@ -366,41 +258,105 @@ def _merge(out_a, lse_a, out_b, lse_b):
     return out_a * jnp.exp(lse_a - lse) + out_b * jnp.exp(lse_b - lse), lse
 
 
-def _global_backward(plan: _Plan, query, key, value, ids, out, lse, d_out):
-    rank = ids.ndim - 1
-    queries, keys, values, query_ids, key_ids = _global_blocks(plan, query, key, value, ids)
-    out, d_out = (_to_blocks(x, rank, plan.block) for x in (out, d_out))
-    count, tile = queries.shape[0], keys.shape[-2]
-    zeros = jnp.zeros(keys.shape, jnp.float32)
+def _mask(plan: _Plan, query_ids: Int[Array, "... c q"], key_ids: Int[Array, "... c t"], i, j):
+    """Which keys of stretch j a query of step i sees [... 1 c 1 q t]."""
+    behind = i * plan.block - j * plan.key_block if plan.window is None else plan.reach * plan.block
+    shape = (query_ids.shape[-1], key_ids.shape[-1])
+    distance = behind + jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    seen = distance >= 0 if plan.window is None else (distance >= 0) & (distance < plan.window)
+    return seen & (query_ids[..., None, :, None, :, None] == key_ids[..., None, :, None, None, :])
 
-    def unrolled():
-        d_queries, d_keys, d_values = [], zeros, zeros
-        for i in range(count):
-            k, v, prefix_ids = _prefix(keys, i + 1, -2), _prefix(values, i + 1, -2), _prefix(key_ids, i + 1, -1)
-            mask = _global_mask(i * plan.block, 0, query_ids[i], prefix_ids)
-            d_q, d_k, d_v = _block_backward(queries[i], k, v, mask, out[i], lse[i], d_out[i])
-            d_queries.append(d_q)
-            d_keys = d_keys.at[: i + 1].add(jnp.stack(jnp.split(d_k, i + 1, axis=-2)))
-            d_values = d_values.at[: i + 1].add(jnp.stack(jnp.split(d_v, i + 1, axis=-2)))
-        return jnp.stack(d_queries), d_keys, d_values
 
-    def looped_block(d_keys_values, step):
-        i, q, q_ids, *rest = step
+def _visits(plan: _Plan, i):
+    """Stretches of keys that step i sees."""
+    return -(-(i + 1) * plan.block // plan.key_block) if plan.window is None else 1
 
-        def add_tile(j, so_far):
-            d_q, d_keys, d_values = so_far
-            mask = _global_mask(i * plan.block, j * tile, q_ids, key_ids[j])
-            d_q_tile, d_k, d_v = _block_backward(q, keys[j], values[j], mask, *rest)
-            return d_q + d_q_tile, d_keys.at[j].add(d_k), d_values.at[j].add(d_v)
 
-        start = (jnp.zeros(q.shape, jnp.float32), *d_keys_values)
-        d_q, *d_keys_values = jax.lax.fori_loop(0, _tiles_of(plan, i, tile), add_tile, start)
-        return tuple(d_keys_values), d_q
+# Queries and results: slices of a step, and their blocks as rows.
 
-    if count <= _MAX_UNROLLED_BLOCKS:
-        d_query, d_key, d_value = unrolled()
-    else:
-        steps = (jnp.arange(count), queries, query_ids, out, lse, d_out)
-        (d_key, d_value), d_query = jax.lax.scan(looped_block, (zeros, zeros), steps)
-    d_query = d_query / math.sqrt(query.shape[-1])
-    return tuple(_from_blocks(x, rank, query.shape[rank]) for x in (d_query, d_key, d_value))
+
+def _pad(x: Array, axis: int, before: int, length: int, fill: int = 0) -> Array:
+    """`before` positions in front, and as many behind as make `before + length`."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (before, length - x.shape[axis])
+    return jnp.pad(x, widths, constant_values=fill)
+
+
+def _rows(plan: _Plan, x: Float[Array, "... s k g d"], i) -> Float[Array, "... k c r d"]:
+    x = jax.lax.dynamic_slice_in_dim(x, i * plan.step_length, plan.step_length, axis=x.ndim - 4)
+    x = x.reshape(*x.shape[:-4], plan.at_once, plan.block, *x.shape[-3:])
+    x = jnp.moveaxis(x, (-3, -2), (-5, -3))
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _from_rows(plan: _Plan, x: Float[Array, "... k c r d"], query: Array) -> Float[Array, "... s k g d"]:
+    x = x.reshape(*x.shape[:-2], query.shape[-2], plan.block, x.shape[-1])
+    x = jnp.moveaxis(x, (-5, -3), (-3, -2))
+    return x.reshape(*x.shape[:-5], plan.step_length, *x.shape[-3:])
+
+
+def _scaled_rows(plan: _Plan, query: Array, i) -> Float[Array, "... k c r d"]:
+    return (_rows(plan, query, i).astype(jnp.float32) / math.sqrt(query.shape[-1])).astype(plan.dtype)
+
+
+def _id_blocks(plan: _Plan, ids: Int[Array, "... s"], i) -> Int[Array, "... c q"]:
+    ids = jax.lax.dynamic_slice_in_dim(ids, i * plan.step_length, plan.step_length, axis=ids.ndim - 1)
+    return ids.reshape(*ids.shape[:-1], plan.at_once, plan.block)
+
+
+def _join_steps(x: Array, query: Array) -> Float[Array, "... s k g d"]:
+    """Stacked results of the steps as one sequence of the query's shape."""
+    axis = query.ndim - 4
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, query.shape[axis], axis=axis)
+
+
+# Keys, values and their ids in blocks, and the stretch of blocks that a query block is compared with.
+
+
+def _key_blocks(plan: _Plan, x: Float[Array, "... s k d"]) -> Float[Array, "... k b t d"]:
+    length = -(-plan.length // plan.key_block) * plan.key_block
+    x = _pad(x.astype(plan.dtype), -3, plan.reach * plan.key_block, length)
+    x = x.reshape(*x.shape[:-3], -1, plan.key_block, *x.shape[-2:])
+    return jnp.moveaxis(x, -2, -4)
+
+
+def _from_key_blocks(plan: _Plan, x: Float[Array, "... k b d t"], key: Array) -> Float[Array, "... s k d"]:
+    x = jnp.moveaxis(x, (-4, -1), (-2, -3))
+    x = x.reshape(*x.shape[:-4], -1, *x.shape[-2:])
+    axis, before = key.ndim - 3, plan.reach * plan.key_block
+    return jax.lax.slice_in_dim(x, before, before + key.shape[axis], axis=axis).astype(key.dtype)
+
+
+def _key_id_blocks(plan: _Plan, ids: Int[Array, "... s"]) -> Int[Array, "... b t"]:
+    length = -(-plan.length // plan.key_block) * plan.key_block
+    ids = _pad(ids, -1, plan.reach * plan.key_block, length, fill=_NO_SEGMENT)
+    return ids.reshape(*ids.shape[:-1], -1, plan.key_block)
+
+
+def _stretch_start(plan: _Plan, i, j):
+    """First key block of stretch j of step i."""
+    return j if plan.window is None else i * plan.at_once
+
+
+def _stretch(plan: _Plan, keys, i, j):
+    """Of keys, values and ids, the blocks that each query block of a step is compared with, side by side."""
+    count = plan.at_once
+
+    def side_by_side(x, axis):
+        x = jax.lax.dynamic_slice_in_dim(x, _stretch_start(plan, i, j), count + plan.reach, axis=x.ndim + axis - 1)
+        parts = [jax.lax.slice_in_dim(x, b, b + count, axis=x.ndim + axis - 1) for b in range(plan.reach + 1)]
+        return jnp.concatenate(parts, axis=axis)
+
+    key, value, ids = keys
+    return side_by_side(key, -2), side_by_side(value, -2), side_by_side(ids, -1)
+
+
+def _add_stretch(plan: _Plan, total: Float[Array, "... k b d t"], part: Float[Array, "... k c d t"], start):
+    """Transpose of `_stretch`: adds the gradients of a stretch to those of its key blocks."""
+    axis = total.ndim - 3
+    blocks = jax.lax.dynamic_slice_in_dim(total, start, plan.at_once + plan.reach, axis=axis)
+    for b, x in enumerate(jnp.split(part, plan.reach + 1, axis=-1)):
+        blocks = blocks.at[..., b : b + plan.at_once, :, :].add(x)
+    return jax.lax.dynamic_update_slice_in_dim(total, blocks, start, axis=axis)

@@ -33,7 +33,7 @@ test-slow: install
 lint: install
 	@failed=0; set -x; \
 	$(BIN)/ruff check --output-format concise . || failed=1; \
-	$(BIN)/black --check --quiet --diff $(PYTHON_FOLDERS) || failed=1; \
+	$(BIN)/black --check $(PYTHON_FOLDERS) || failed=1; \
 	VIRTUAL_ENV=$(CURDIR)/.venv $(BIN)/pyrefly check --output-format min-text || failed=1; \
 	{ set +x; } 2>/dev/null; exit $$failed
 

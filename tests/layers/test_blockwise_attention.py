@@ -15,7 +15,7 @@ from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from levanter.layers.attention import AttentionBackend, AttentionMask, dot_product_attention
 
-from levanter_marin.layers.blockwise_attention import blockwise_attention
+from levanter_marin.layers.blockwise_attention import CHECKPOINT_NAME, blockwise_attention
 
 FP32_TOLERANCE = 2e-5  # absolute, on outputs and gradients of order 1
 BF16_TOLERANCE = 4e-2  # one rounding of results of order 4
@@ -268,34 +268,41 @@ def test_blockwise_attention_large_scores_stay_finite(window):
 @pytest.mark.parametrize("window", [None, 16])
 def test_blockwise_attention_remat_and_scan_keep_gradients(window):
     case = Case(80, window, 8, "random")
-    (q, k, v, g), ids = _inputs(case)
+    (x, k, v, g), ids = _inputs(case)
+    Layer = Axis("layer", 3)
+    keys = hax.stack(Layer, [k, 0.5 * k, -k])
 
     def layer(x, k):
-        return x + blockwise_attention(x, k, v, segment_ids=ids, sliding_window=window, block_size=8), None
-
-    def loss(body, x, keys):
-        return jnp.sum((jax.lax.scan(body, x, keys)[0] * g).array)
-
-    keys = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x, -x]), k.array)
-    Layer = Axis("layer", 3)
-    named_keys = hax.named(keys, (Layer, *k.axes))
+        return x + blockwise_attention(x, k, v, segment_ids=ids, sliding_window=window, block_size=8)
 
     def unrolled(x, keys):
-        for i in range(3):
-            x, _ = layer(x, keys[Layer, i])
+        for i in range(Layer.size):
+            x = layer(x, keys[Layer, i])
         return jnp.sum((x * g).array)
 
     def scanned(x, keys):
-        return loss(
-            jax.checkpoint(lambda x, k: layer(x, hax.named(k, named_keys.axes[1:]))),
-            x,
-            keys.rearrange((Layer, ...)).array,
-        )
+        return jnp.sum((hax.fold(layer, Layer, remat=True)(x, keys) * g).array)
 
-    expected = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(q, named_keys)
-    actual = jax.jit(jax.grad(scanned, argnums=(0, 1)))(q, named_keys)
+    expected = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(x, keys)
+    actual = jax.jit(jax.grad(scanned, argnums=(0, 1)))(x, keys)
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a.array, e.array, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_blockwise_attention_saved_by_name_is_not_recomputed(window):
+    (q, k, v, g), _ = _inputs(Case(64, window, 8))
+
+    def exponentials(policy):
+        def loss(q):
+            out = blockwise_attention(q, k, v, segment_ids=None, sliding_window=window, block_size=8)
+            return jnp.sum((hax.sin(out) * g).array)
+
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(q)).count(" exp ")
+
+    once = exponentials(jax.checkpoint_policies.everything_saveable)
+    assert exponentials(jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)) == once
+    assert exponentials(None) > once
 
 
 @pytest.mark.parametrize("mesh_shape", [(8, 1), (4, 2)])

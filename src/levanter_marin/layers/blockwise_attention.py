@@ -24,9 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import NamedArray
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from levanter_marin import axes
+
+CHECKPOINT_NAME = "blockwise_attention"
+"""Name of output and log-sum-exp in a checkpoint policy, for instance in `save_block_internals` of Haliax's."""
 
 # Far below any score, finite so that a row whose keys are all masked stays free of NaN until it is discarded.
 _MASKED = -1e30
@@ -79,7 +83,8 @@ def blockwise_attention(
 
     Gradients are exact. The gradient of a query's output with respect to a key or value it does not see is exactly 0.
     With a window, time and memory are linear in the sequence length; without, time is quadratic (half the square)
-    and memory is linear. Batch and head axes may be sharded, the position axis may not.
+    and memory is linear. Batch and head axes may be sharded. Gradient checkpointing repeats the forward pass unless
+    its policy saves `CHECKPOINT_NAME`.
 
     Args:
         query: {batch axes..., position, kv_head, q_heads_per_group, head_size}, in any order.
@@ -135,15 +140,17 @@ def _check(query, key, value, sliding_window, block_size) -> None:
 def _plan(length: int, heads: int, window: int | None, block: int | None, dtype: jnp.dtype) -> _Plan:
     """`heads` counts the query heads of all rows of the batch."""
     if window is None or window >= length:
-        block = min(block or 64, length)
+        block = min(block or (64 if length < 2048 else 128), length)
         blocks_per_key_block = max(1, _power_of_two(_GLOBAL_SCORES // (heads * block**2)))
         key_block = block * min(blocks_per_key_block, -(-length // block))
         return _Plan(None, block, key_block, 0, 1, -(-length // block), dtype)
     block = min(block or min(max(32, _power_of_two(window // 2)), 128), length)
     reach = -(-(window - 1) // block)
     count = -(-length // block)
-    steps = -(-count // max(1, _LOCAL_SCORES // (heads * block**2 * (reach + 1))))
-    return _Plan(window, block, block, reach, -(-count // steps), steps, dtype)
+    most = min(count, max(1, _LOCAL_SCORES // (heads * block**2 * (reach + 1))))
+    evenly = (n for n in range(most, most // 2, -1) if count % n == 0)
+    at_once = next(evenly, -(-count // -(-count // most)))
+    return _Plan(window, block, block, reach, at_once, -(-count // at_once), dtype)
 
 
 def _power_of_two(n: int) -> int:
@@ -177,7 +184,7 @@ def _attention_forward(plan, query, key, value, ids):
         return None, (_from_rows(plan, out, query).astype(query.dtype), lse)
 
     _, (out, lse) = jax.lax.scan(step, None, jnp.arange(plan.steps))
-    out = _join_steps(out, query)
+    out, lse = checkpoint_name((_join_steps(out, query), lse), CHECKPOINT_NAME)
     return out, (query, key, value, ids, out, lse)
 
 

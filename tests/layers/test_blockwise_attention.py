@@ -206,6 +206,7 @@ def test_blockwise_attention_without_batch_axis_equals_its_row(window):
     case = Case(40, window, 8, "random")
     (q, k, v, _), ids = _inputs(case)
     expected = blockwise_attention(q, k, v, segment_ids=ids, sliding_window=window, block_size=8)[BATCH, 1]
+    assert ids is not None
     q, k, v, ids = (x[BATCH, 1] for x in (q, k, v, ids))
     actual = blockwise_attention(q, k, v, segment_ids=ids, sliding_window=window, block_size=8)
     np.testing.assert_allclose(actual.array, expected.array, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
@@ -247,6 +248,7 @@ def test_blockwise_attention_gradient_of_other_documents_is_zero(case):
 @pytest.mark.parametrize("block", [8, None])
 def test_blockwise_attention_longer_sequence_keeps_bits_of_window_layers(block):
     (q, k, v, _), ids = _inputs(Case(600, 16, block, "random"))
+    assert ids is not None
 
     def attend(length):
         parts = (x[POSITION, :length] for x in (q, k, v))

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 from haliax.nn import ragged_dot
 from jaxtyping import Array, Float, Int
 
+from levanter_marin.moe.blocked_swiglu import blocked_swiglu
+
 
 class GroupedMatmulImplementation(StrEnum):
-    """`ragged_dot` is Haliax's kernel choice, `reference` every expert on every row."""
+    """`blocked` is ours for CPU, `ragged_dot` Haliax's choice of kernel, `reference` every expert on every row."""
 
+    blocked = "blocked"
     ragged_dot = "ragged_dot"
     reference = "reference"
 
@@ -29,12 +32,20 @@ def _reference(rows, w_gate, w_up, w_down, group_sizes):
     ends = jnp.cumsum(group_sizes)
     row = jnp.arange(R)
     own = (row[:, None] < ends) & (row[:, None] >= ends - group_sizes)
-    x = jnp.where(row[:, None] < ends[-1], rows, 0).astype(jnp.float32)
-    out = jnp.zeros((R, w_down.shape[2]), jnp.float32)
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    x = jnp.where(row[:, None] < ends[-1], rows, 0).astype(dtype)
+    w_gate, w_up, w_down = (w.astype(dtype) for w in (w_gate, w_up, w_down))
+    out = jnp.zeros(rows.shape, dtype)
     for e in range(E):
-        hidden = jax.nn.silu(x @ w_gate[e].astype(jnp.float32)) * (x @ w_up[e].astype(jnp.float32))
-        out = out + jnp.where(own[:, e, None], hidden @ w_down[e].astype(jnp.float32), 0)
+        hidden = jax.nn.silu(x @ w_gate[e]) * (x @ w_up[e])
+        out += jnp.where(own[:, e, None], hidden @ w_down[e], 0)
     return out.astype(rows.dtype)
+
+
+def _blocked(rows, w_gate, w_up, w_down, group_sizes):
+    R = rows.shape[0]
+    row, one = jnp.arange(R), jnp.ones(R, jnp.promote_types(rows.dtype, jnp.float32))
+    return blocked_swiglu(rows, w_gate, w_up, w_down, row, one, group_sizes).astype(rows.dtype)
 
 
 def _ragged_dot(rows, w_gate, w_up, w_down, group_sizes):
@@ -48,10 +59,18 @@ def _ragged_dot(rows, w_gate, w_up, w_down, group_sizes):
 
 _IMPLEMENTATIONS: Mapping[GroupedMatmulImplementation, Callable] = MappingProxyType(
     {
+        GroupedMatmulImplementation.blocked: _blocked,
         GroupedMatmulImplementation.ragged_dot: _ragged_dot,
         GroupedMatmulImplementation.reference: _reference,
     }
 )
+
+
+def default_implementation() -> GroupedMatmulImplementation:
+    """The fastest one for the default backend."""
+    if jax.default_backend() == "cpu":
+        return GroupedMatmulImplementation.blocked
+    return GroupedMatmulImplementation.ragged_dot
 
 
 def grouped_swiglu(
@@ -78,6 +97,6 @@ def grouped_swiglu(
         One row for each row given, in its dtype.
     """
     if implementation is None:
-        implementation = GroupedMatmulImplementation.ragged_dot
+        implementation = default_implementation()
     weights = (w.astype(rows.dtype) for w in (w_gate, w_up, w_down))
     return _IMPLEMENTATIONS[implementation](rows, *weights, group_sizes)

@@ -3,7 +3,7 @@
 
 """Dispatch within each device: sort by expert, compute the groups, sum the results of each token. Dropless.
 
-Letters: T tokens of this device, K experts of a token, A = T*K assignments, D latent width.
+Letters: T tokens of this device, K experts of a token, A = T*K assignments, E experts, D latent width, F expert width.
 """
 
 import math
@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int
 
 from levanter_marin import axes
 from levanter_marin.config import DispatchConfig
+from levanter_marin.moe.blocked_swiglu import blocked_swiglu
 from levanter_marin.moe.dispatch.plan import DispatchCounts, SortedAssignments, dropless_counts, sort_assignments
 from levanter_marin.moe.experts import ExpertBank
-from levanter_marin.moe.grouped_matmul import grouped_swiglu
+from levanter_marin.moe.grouped_matmul import GroupedMatmulImplementation, default_implementation, grouped_swiglu
 
 
 def dispatch_local(
@@ -64,10 +65,8 @@ def dispatch_local(
     def body(x, w_gate, w_up, w_down, selected, weights, valid):
         D, K = x.shape[-1], selected.shape[-1]
         plan = sort_assignments(selected.reshape(-1, K), valid.reshape(-1), w_gate.shape[0])
-        rows = permute(x.reshape(-1, D), plan)
-        rows = grouped_swiglu(rows, w_gate, w_up, w_down, plan.group_sizes)
-        weights = jnp.where(valid[..., None], weights, 0).reshape(-1, K).astype(jnp.float32)
-        routed = combine(rows, weights, plan)
+        weights = jnp.where(valid[..., None], weights, 0).reshape(-1, K)
+        routed = sum_of_experts(x.reshape(-1, D), w_gate, w_up, w_down, weights, plan)
         if mlp_mesh_axes:
             routed = jax.lax.psum(routed, mlp_mesh_axes)
         return routed.reshape(x.shape).astype(x.dtype)
@@ -108,6 +107,34 @@ def _mesh_sizes(mesh_axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(mesh_shape[name] for name in mesh_axes)
 
 
+def sum_of_experts(
+    x: Float[Array, "T D"],
+    w_gate: Float[Array, "E D F"],
+    w_up: Float[Array, "E D F"],
+    w_down: Float[Array, "E F D"],
+    weights: Float[Array, "T K"],
+    plan: SortedAssignments,
+    implementation: GroupedMatmulImplementation | None = None,
+) -> Float[Array, "T D"]:
+    """The weighted sum of each token's experts, in fp32, on one device.
+
+    Args:
+        weights: Combine weights, 0 for padding.
+        plan: `sort_assignments` of the same tokens.
+        implementation: As in `grouped_swiglu`; `blocked` alone needs no row for each assignment.
+    """
+    if implementation is None:
+        implementation = default_implementation()
+    weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if implementation is GroupedMatmulImplementation.blocked:
+        w_gate, w_up, w_down = (w.astype(x.dtype) for w in (w_gate, w_up, w_down))
+        token_of_row = plan.assignment_of_row // weights.shape[1]
+        weight_of_row = jnp.take(weights.reshape(-1), plan.assignment_of_row, mode="clip")
+        return blocked_swiglu(x, w_gate, w_up, w_down, token_of_row, weight_of_row, plan.group_sizes)
+    rows = grouped_swiglu(permute(x, plan), w_gate, w_up, w_down, plan.group_sizes, implementation)
+    return combine(rows, weights, plan)
+
+
 @jax.custom_vjp
 def permute(x: Float[Array, "T D"], plan: SortedAssignments) -> Float[Array, "A D"]:
     """A copy of its token's row for every assignment, sorted by expert. The gradient sums in fp32 without scatter."""
@@ -142,7 +169,7 @@ def _combine_bwd(residuals, d_out):
     d_out_rows = jnp.take(d_out, plan.assignment_of_row // K, axis=0, mode="clip")
     weight_of_row = jnp.take(weights.reshape(-1), plan.assignment_of_row, mode="clip")
     d_rows = (weight_of_row[:, None] * d_out_rows).astype(rows.dtype)
-    d_weight_of_row = jnp.sum(rows.astype(jnp.float32) * d_out_rows, axis=1)
+    d_weight_of_row = jnp.sum(rows.astype(d_out.dtype) * d_out_rows, axis=1)
     d_weights = jnp.take(d_weight_of_row, plan.row_of_assignment, mode="clip")
     return d_rows, d_weights.astype(weights.dtype), None
 
@@ -155,8 +182,9 @@ def _sum_rows(
 ) -> Float[Array, "T D"]:
     """Each token's rows, weighted and summed in fp32."""
     T, K = row_of_assignment.shape
-    total = jnp.zeros((T, rows.shape[1]), jnp.float32)
+    dtype = jnp.promote_types(rows.dtype, jnp.float32)
+    total = jnp.zeros((T, rows.shape[1]), dtype)
     for k in range(K):
-        term = jnp.take(rows, row_of_assignment[:, k], axis=0, mode="clip").astype(jnp.float32)
+        term = jnp.take(rows, row_of_assignment[:, k], axis=0, mode="clip").astype(dtype)
         total += term if weights is None else weights[:, k, None] * term
     return total

@@ -21,15 +21,19 @@ def dispatch_reference(
     token_valid: NamedArray,
     config: DispatchConfig,
 ) -> tuple[NamedArray, DispatchCounts]:
-    """See `levanter_marin.moe.dispatch.api.dispatch_experts`. All in fp32; memory tokens * experts * mlp; any mesh."""
+    """See `levanter_marin.moe.dispatch.api.dispatch_experts`.
+
+    All in fp32, or fp64 if `x` is; memory tokens * experts * mlp; any mesh.
+    """
     del config
     Experts = bank.gate_proj.Experts
-    tokens = hax.where(token_valid, x, 0.0).astype(jnp.float32)
-    weights = hax.where(token_valid, combine_weights, 0.0).astype(jnp.float32)
-    gate = hax.dot(tokens, bank.gate_proj.weight.astype(jnp.float32), axis=axes.LATENT)
-    up = hax.dot(tokens, bank.up_proj.weight.astype(jnp.float32), axis=axes.LATENT)
-    down = hax.dot(hax.nn.silu(gate) * up, bank.down_proj.weight.astype(jnp.float32), axis=axes.MLP)
-    one_hot = hax.nn.one_hot(selected_experts, Experts, dtype=jnp.float32)
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    tokens = hax.where(token_valid, x, 0.0).astype(dtype)
+    weights = hax.where(token_valid, combine_weights, 0.0).astype(dtype)
+    gate = hax.dot(tokens, bank.gate_proj.weight.astype(dtype), axis=axes.LATENT)
+    up = hax.dot(tokens, bank.up_proj.weight.astype(dtype), axis=axes.LATENT)
+    down = hax.dot(hax.nn.silu(gate) * up, bank.down_proj.weight.astype(dtype), axis=axes.MLP)
+    one_hot = hax.nn.one_hot(selected_experts, Experts, dtype=dtype)
     per_expert = hax.dot(one_hot, weights, axis=axes.TOP_EXPERTS)
     routed = hax.dot(down, per_expert, axis=Experts)
     counts = dropless_counts(token_valid, selected_experts.axis_size(axes.TOP_EXPERTS))

@@ -11,6 +11,7 @@ pages cost a CPU more than the arithmetic on them.
 Letters: T tokens, R rows (assignments), E experts, D model (latent) width, F expert width, C rows of a chunk.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -43,20 +44,22 @@ def blocked_swiglu(
 
     Rows are sorted by expert, `group_sizes` of them each; those past the last group are ignored, whatever they hold.
 
-    Value: products, activations and the sum are fp32 (fp64 for fp64 input), and so is the result.
+    Value: products take operands in the dtype of `x` and accumulate in fp32 (fp64 for fp64 input); activations, the
+    sum over rows and the result are fp32.
     Gradient: reverse mode, once, for `x`, the weights and `weight_of_row`, in their dtypes; recomputes the hidden
     activations, so that only the arguments are kept.
     Memory: beside arguments, result and gradients, a few chunks.
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    matmul = functools.partial(_matmul, x.dtype)
 
     def add_chunk(out, chunk):
-        rows = _take(x, chunk.token, dtype)
-        gate, up = (_matmul(rows, w[chunk.expert], 1, 0) for w in (w_gate, w_up))
-        rows_out = _matmul(jax.nn.silu(gate) * up, w_down[chunk.expert], 1, 0)
+        rows = _take(x, chunk.token)
+        gate, up = (matmul(rows, w[chunk.expert], 1, 0) for w in (w_gate, w_up))
+        rows_out = matmul(jax.nn.silu(gate) * up, w_down[chunk.expert], 1, 0)
         return out.at[chunk.token].add(rows_out * chunk.weight[:, None], mode="drop")
 
-    return _over_chunks(add_chunk, jnp.zeros(x.shape, dtype), x.shape[0], token_of_row, weight_of_row, group_sizes)
+    out = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+    return _over_chunks(add_chunk, out, x.shape[0], token_of_row, weight_of_row, group_sizes)
 
 
 def _fwd(*args):
@@ -65,31 +68,31 @@ def _fwd(*args):
 
 def _bwd(args, d_out):
     x, w_gate, w_up, w_down, token_of_row, weight_of_row, group_sizes = args
-    dtype = d_out.dtype
+    matmul = functools.partial(_matmul, x.dtype)
 
     def add_chunk(gradients, chunk):
         d_x, d_w_gate, d_w_up, d_w_down, d_weight = gradients
-        rows, d_rows_out = _take(x, chunk.token, dtype), _take(d_out, chunk.token, dtype)
-        gate, up = (_matmul(rows, w[chunk.expert], 1, 0) for w in (w_gate, w_up))
-        d_hidden = _matmul(d_rows_out, w_down[chunk.expert], 1, 1)
+        rows, d_rows_out = _take(x, chunk.token), _take(d_out, chunk.token)
+        gate, up = (matmul(rows, w[chunk.expert], 1, 0) for w in (w_gate, w_up))
+        d_hidden = matmul(d_rows_out, w_down[chunk.expert], 1, 1)
         sigmoid = jax.nn.sigmoid(gate)
         silu = gate * sigmoid
         hidden = silu * up
         d_weight = d_weight.at[chunk.row].set(jnp.sum(hidden * d_hidden, axis=1), mode="drop")
         hidden, d_hidden = hidden * chunk.weight[:, None], d_hidden * chunk.weight[:, None]
         d_gate, d_up = d_hidden * up * (sigmoid + silu * (1 - sigmoid)), d_hidden * silu
-        d_rows = _matmul(d_gate, w_gate[chunk.expert], 1, 1) + _matmul(d_up, w_up[chunk.expert], 1, 1)
+        d_rows = matmul(d_gate, w_gate[chunk.expert], 1, 1) + matmul(d_up, w_up[chunk.expert], 1, 1)
         rows_t = _transpose(rows)
         return (
             d_x.at[chunk.token].add(d_rows, mode="drop"),
-            d_w_gate.at[chunk.expert].add(_matmul(rows_t, d_gate, 1, 0)),
-            d_w_up.at[chunk.expert].add(_matmul(rows_t, d_up, 1, 0)),
-            d_w_down.at[chunk.expert].add(_matmul(_transpose(hidden), d_rows_out, 1, 0)),
+            d_w_gate.at[chunk.expert].add(matmul(rows_t, d_gate, 1, 0)),
+            d_w_up.at[chunk.expert].add(matmul(rows_t, d_up, 1, 0)),
+            d_w_down.at[chunk.expert].add(matmul(_transpose(hidden.astype(x.dtype)), d_rows_out, 1, 0)),
             d_weight,
         )
 
     differentiable = (x, w_gate, w_up, w_down, weight_of_row)
-    zeros = tuple(jnp.zeros(a.shape, dtype) for a in differentiable)
+    zeros = tuple(jnp.zeros(a.shape, d_out.dtype) for a in differentiable)
     gradients = _over_chunks(add_chunk, zeros, x.shape[0], token_of_row, weight_of_row, group_sizes)
     d_x, d_w_gate, d_w_up, d_w_down, d_weight = (
         g.astype(a.dtype) for g, a in zip(gradients, differentiable, strict=True)
@@ -152,13 +155,18 @@ def _over_chunks(
     return carry
 
 
-def _take(x: Float[Array, "T D"], token: Int[Array, " C"], dtype: jnp.dtype) -> Float[Array, "C D"]:
+def _take(x: Float[Array, "T D"], token: Int[Array, " C"]) -> Float[Array, "C D"]:
     """Rows of tokens, zero for a token out of bounds."""
-    return x.at[token].get(mode="fill", fill_value=0).astype(dtype)
+    return x.at[token].get(mode="fill", fill_value=0)
 
 
-def _matmul(a: Float[Array, "_ _"], b: Float[Array, "_ _"], a_axis: int, b_axis: int) -> Float[Array, "_ _"]:
-    return lax.dot_general(a, b.astype(a.dtype), (((a_axis,), (b_axis,)), ((), ())))
+def _matmul(
+    dtype: jnp.dtype, a: Float[Array, "_ _"], b: Float[Array, "_ _"], a_axis: int, b_axis: int
+) -> Float[Array, "_ _"]:
+    """A product of operands cast to `dtype`, accumulated in fp32 or more."""
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    accumulator = jnp.promote_types(dtype, jnp.float32)
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), axes, preferred_element_type=accumulator)
 
 
 def _transpose(a: Float[Array, "C _"]) -> Float[Array, "_ C"]:

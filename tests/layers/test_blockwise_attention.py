@@ -49,6 +49,8 @@ CASES = {
     "window_one_kv_head": Case(48, 16, 8, "random", kv_heads=1, group=4),
     "window_no_groups": Case(48, 16, 8, "random", kv_heads=4, group=1),
     "window_many_steps": Case(700, 128, None, "random", kv_heads=4),
+    "window_tiled": Case(900, 300, 256, "random"),
+    "window_tiled_key_blocks_longer_than_query_blocks": Case(1150, 1030, 64, "random", group=4),
     "global": Case(64, None, 16),
     "global_default_block": Case(300, None, None, "random"),
     "global_odd_length": Case(37, None, 8, "random"),
@@ -212,7 +214,7 @@ def test_blockwise_attention_without_batch_axis_equals_its_row(window):
     np.testing.assert_allclose(actual.array, expected.array, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
 
-EXACT_CASES = [Case(48, 16, 8), Case(48, 40, 8), Case(48, None, 8), Case(96, None, 8)]
+EXACT_CASES = [Case(48, 16, 8), Case(48, 40, 8), Case(900, 300, 256), Case(48, None, 8), Case(96, None, 8)]
 
 
 @pytest.mark.parametrize("case", EXACT_CASES)

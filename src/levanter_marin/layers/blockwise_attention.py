@@ -36,19 +36,20 @@ CHECKPOINT_NAME = "blockwise_attention"
 _MASKED = -1e30
 # The id of the positions before a sequence, which no query has.
 _NO_SEGMENT = np.iinfo(np.int32).min
-# Scores of one step. A local step takes as many blocks, a global step as long a key block as this allows.
-_LOCAL_SCORES = 2**20
-_GLOBAL_SCORES = 2**17
+# Scores at once. A banded step takes as many query blocks, a tiled one as long a key block as this allows.
+_BANDED_SCORES = 2**20
+_TILED_SCORES = 2**17
 
 
 class _Plan(NamedTuple):
     """Static part of a call.
 
-    A local step compares each of its `at_once` query blocks with the `reach` key blocks before it and its own.
-    A global step compares one query block with every key block of its prefix, one after the other.
+    A banded step compares each of its `at_once` query blocks with the `reach` key blocks before it and its own, side
+    by side. A tiled step compares one query block with one key block after the other.
     """
 
-    window: int | None  # None is global
+    banded: bool
+    window: int  # the sequence's length when every earlier key is seen
     block: int  # positions of a query block
     key_block: int  # positions of a key block
     reach: int
@@ -139,18 +140,20 @@ def _check(query, key, value, sliding_window, block_size) -> None:
 
 def _plan(length: int, heads: int, window: int | None, block: int | None, dtype: jnp.dtype) -> _Plan:
     """`heads` counts the query heads of all rows of the batch."""
-    if window is None or window >= length:
-        block = min(block or (64 if length < 2048 else 128), length)
-        blocks_per_key_block = max(1, _power_of_two(_GLOBAL_SCORES // (heads * block**2)))
-        key_block = block * min(blocks_per_key_block, -(-length // block))
-        return _Plan(None, block, key_block, 0, 1, -(-length // block), dtype)
-    block = min(block or min(max(32, _power_of_two(window // 2)), 128), length)
-    reach = -(-(window - 1) // block)
-    count = -(-length // block)
-    most = min(count, max(1, _LOCAL_SCORES // (heads * block**2 * (reach + 1))))
+    window = length if window is None else min(window, length)
+    if block is None and window == length:
+        block = 64 if length < 2048 else 128
+    elif block is None:
+        block = min(max(32, _power_of_two(window // 2)), 128)
+    block = min(block, length)
+    count, reach = -(-length // block), -(-(window - 1) // block)
+    most = min(count, _BANDED_SCORES // (heads * block**2 * (reach + 1)))
+    if window == length or most == 0:
+        blocks_per_key_block = max(1, _power_of_two(_TILED_SCORES // (heads * block**2)))
+        return _Plan(False, window, block, block * min(blocks_per_key_block, count), 0, 1, count, dtype)
     evenly = (n for n in range(most, most // 2, -1) if count % n == 0)
     at_once = next(evenly, -(-count // -(-count // most)))
-    return _Plan(window, block, block, reach, at_once, -(-count // at_once), dtype)
+    return _Plan(True, window, block, block, reach, at_once, -(-count // at_once), dtype)
 
 
 def _power_of_two(n: int) -> int:
@@ -180,7 +183,8 @@ def _attention_forward(plan, query, key, value, ids):
             stretch = _stretch(plan, keys, i, j)
             return _block_forward(q, *stretch[:2], _mask(plan, q_ids, stretch[2], i, j))
 
-        out, lse = jax.lax.fori_loop(1, _visits(plan, i), lambda j, so_far: _merge(*so_far, *attend(j)), attend(0))
+        first, end = _stretches(plan, i)
+        out, lse = jax.lax.fori_loop(first + 1, end, lambda j, so_far: _merge(*so_far, *attend(j)), attend(first))
         return None, (_from_rows(plan, out, query).astype(query.dtype), lse)
 
     _, (out, lse) = jax.lax.scan(step, None, jnp.arange(plan.steps))
@@ -195,8 +199,8 @@ def _attention_backward(plan, residuals, d_out):
     keys = _key_blocks(plan, key), _key_blocks(plan, value), _key_id_blocks(plan, ids)
     zeros = jnp.zeros_like(keys[0].swapaxes(-1, -2), jnp.float32)
 
-    def step(d_keys_values, step):
-        i, step_lse = step
+    def step(d_keys_values, given):
+        i, step_lse = given
         q, q_ids = _scaled_rows(plan, padded_query, i), _id_blocks(plan, query_ids, i)
         rows = [_rows(plan, x, i).astype(jnp.float32) for x in (padded_out, padded_d_out)]
         delta = jnp.sum(rows[0] * rows[1], axis=-1, keepdims=True)
@@ -212,14 +216,14 @@ def _attention_backward(plan, residuals, d_out):
             )
 
         d_q, *d_keys_values = jax.lax.fori_loop(
-            0, _visits(plan, i), attend, (jnp.zeros(q.shape, jnp.float32), *d_keys_values)
+            *_stretches(plan, i), attend, (jnp.zeros(q.shape, jnp.float32), *d_keys_values)
         )
         d_q = _from_rows(plan, d_q, query) / math.sqrt(query.shape[-1])
         return tuple(d_keys_values), d_q.astype(query.dtype)
 
     d_keys_values, d_query = jax.lax.scan(step, (zeros, zeros), (jnp.arange(plan.steps), lse))
-    d_key, d_value = (_from_key_blocks(plan, x, key) for x in d_keys_values)
-    return _join_steps(d_query, query), d_key, d_value.astype(value.dtype), None
+    d_key, d_value = (_from_key_blocks(plan, x, of) for x, of in zip(d_keys_values, (key, value), strict=True))
+    return _join_steps(d_query, query), d_key, d_value, None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -267,16 +271,19 @@ def _merge(out_a, lse_a, out_b, lse_b):
 
 def _mask(plan: _Plan, query_ids: Int[Array, "... c q"], key_ids: Int[Array, "... c t"], i, j):
     """Which keys of stretch j a query of step i sees [... 1 c 1 q t]."""
-    behind = i * plan.block - j * plan.key_block if plan.window is None else plan.reach * plan.block
+    behind = plan.reach * plan.block if plan.banded else i * plan.block - j * plan.key_block
     shape = (query_ids.shape[-1], key_ids.shape[-1])
     distance = behind + jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    seen = distance >= 0 if plan.window is None else (distance >= 0) & (distance < plan.window)
+    seen = (distance >= 0) & (distance < plan.window)
     return seen & (query_ids[..., None, :, None, :, None] == key_ids[..., None, :, None, None, :])
 
 
-def _visits(plan: _Plan, i):
-    """Stretches of keys that step i sees."""
-    return -(-(i + 1) * plan.block // plan.key_block) if plan.window is None else 1
+def _stretches(plan: _Plan, i):
+    """First and end of the stretches of keys that step i sees."""
+    if plan.banded:
+        return 0, 1
+    first = jnp.maximum(i * plan.block - (plan.window - 1), 0) // plan.key_block
+    return first, -(-(i + 1) * plan.block // plan.key_block)
 
 
 # Queries and results: slices of a step, and their blocks as rows.
@@ -329,11 +336,11 @@ def _key_blocks(plan: _Plan, x: Float[Array, "... s k d"]) -> Float[Array, "... 
     return jnp.moveaxis(x, -2, -4)
 
 
-def _from_key_blocks(plan: _Plan, x: Float[Array, "... k b d t"], key: Array) -> Float[Array, "... s k d"]:
+def _from_key_blocks(plan: _Plan, x: Float[Array, "... k b d t"], of: Array) -> Float[Array, "... s k d"]:
     x = jnp.moveaxis(x, (-4, -1), (-2, -3))
     x = x.reshape(*x.shape[:-4], -1, *x.shape[-2:])
-    axis, before = key.ndim - 3, plan.reach * plan.key_block
-    return jax.lax.slice_in_dim(x, before, before + key.shape[axis], axis=axis).astype(key.dtype)
+    axis, before = of.ndim - 3, plan.reach * plan.key_block
+    return jax.lax.slice_in_dim(x, before, before + of.shape[axis], axis=axis).astype(of.dtype)
 
 
 def _key_id_blocks(plan: _Plan, ids: Int[Array, "... s"]) -> Int[Array, "... b t"]:
@@ -344,7 +351,7 @@ def _key_id_blocks(plan: _Plan, ids: Int[Array, "... s"]) -> Int[Array, "... b t
 
 def _stretch_start(plan: _Plan, i, j):
     """First key block of stretch j of step i."""
-    return j if plan.window is None else i * plan.at_once
+    return i * plan.at_once if plan.banded else j
 
 
 def _stretch(plan: _Plan, keys, i, j):

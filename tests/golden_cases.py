@@ -9,7 +9,7 @@
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import equinox as eqx
@@ -51,7 +51,7 @@ class GoldenCase:
         return {k[len(prefix) :]: v for k, v in self.arrays.items() if k.startswith(prefix)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(name: str) -> GoldenCase:
     meta = json.loads((EMBEDDED / f"{name}.json").read_text())
     arrays = dict(np.load(EMBEDDED / f"{name}.npz"))
@@ -103,7 +103,9 @@ def model_config(golden: dict, **overrides) -> MarinMoeConfig:
                 num_shared_experts=golden["num_shared_experts"],
                 shared_expert_dim=golden["shared_expert_intermediate_dim"],
                 quantile_balancing=QuantileBalancingConfig(
-                    estimator=QuantileEstimator.topk if golden["qb_estimator"] == "topk" else QuantileEstimator.histogram,
+                    estimator=(
+                        QuantileEstimator.topk if golden["qb_estimator"] == "topk" else QuantileEstimator.histogram
+                    ),
                     num_bins=golden["qb_hist_bins"],
                 ),
             ),
@@ -197,7 +199,9 @@ def state_dict(model: MarinMoeLMHeadModel) -> dict[str, np.ndarray]:
     return out
 
 
-def build_model(case: GoldenCase, config: MarinMoeConfig, router_bias: np.ndarray | None = None) -> MarinMoeLMHeadModel:
+def build_model(
+    case: GoldenCase, config: MarinMoeConfig, router_bias: np.ndarray | None = None
+) -> MarinMoeLMHeadModel:
     """A model with the golden's weights and router biases ([layers, experts]; None takes those of the case)."""
     Vocab = Axis(axes.VOCAB, case.config["vocab_size"])
     model = eqx.filter_eval_shape(config.build, Vocab, key=jax.random.PRNGKey(0))

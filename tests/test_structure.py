@@ -23,6 +23,7 @@ IMPORT_ORDER = """
     corpus
     tracker
     layers.linear
+    layers.materialized
     layers.norms
     layers.rotary
     layers.embedding

@@ -51,9 +51,9 @@ class RouterDtype(StrEnum):
 
 
 class QuantileEstimator(StrEnum):
-    """How the load threshold of an expert is estimated; `off` leaves the router bias at zero."""
+    """How the load threshold of an expert is estimated; `none` leaves the router bias at zero."""
 
-    off = "off"
+    none = "none"
     histogram = "histogram"
     topk = "topk"
 
@@ -246,7 +246,9 @@ class MoeConfig:
         if self.latent_dim is not None:
             _require_positive("moe", latent_dim=self.latent_dim)
         if self.num_shared_experts < 0:
-            raise ValueError(f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more; 0 switches them off")
+            raise ValueError(
+                f"moe.num_shared_experts={self.num_shared_experts} must be 0 or more; 0 switches them off"
+            )
         if self.num_shared_experts > 0:
             _require_positive("moe", shared_expert_dim=self.shared_expert_dim)
 

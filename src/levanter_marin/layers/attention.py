@@ -126,9 +126,7 @@ class Attention(eqx.Module):
             q, k = rms_norm(q, HeadSize, config.qk_norm_eps), rms_norm(k, HeadSize, config.qk_norm_eps)
         if kind is LayerKind.LOCAL or config.rope_on_global:
             q, k = (
-                partial_rotary(
-                    a, context.pos_ids, HeadSize, config.rope_dim, config.rope_theta, config.rope_pairing
-                )
+                partial_rotary(a, context.pos_ids, HeadSize, config.rope_dim, config.rope_theta, config.rope_pairing)
                 for a in (q, k)
             )
         q = q * config.qk_mult

@@ -14,6 +14,7 @@ from jaxtyping import PRNGKeyArray
 
 from levanter_marin import axes
 from levanter_marin.layers.linear import truncated_normal_linear
+from levanter_marin.layers.materialized import materialized
 
 
 def rms_norm(x: NamedArray, axis: Axis, eps: float) -> NamedArray:
@@ -34,7 +35,7 @@ class RmsNorm(LayerNormBase):
         out = x32 * hax.rsqrt(hax.mean(hax.square(x32), axis=self.axis) + self.eps)
         if self.weight is not None:
             out = out * self.weight.astype(jnp.float32)
-        return out.astype(x.dtype)
+        return materialized(out.astype(x.dtype))
 
 
 class GatedNorm(eqx.Module):
@@ -58,4 +59,4 @@ class GatedNorm(eqx.Module):
     @named_call
     def __call__(self, x: NamedArray) -> NamedArray:
         gate = hax.nn.sigmoid(self.up_proj(hax.nn.silu(self.down_proj(x))))
-        return x * gate.astype(x.dtype)
+        return materialized(x * gate.astype(x.dtype))

@@ -10,6 +10,7 @@ from haliax import Axis, AxisSpec, NamedArray
 from haliax.jax_utils import named_call
 
 from levanter_marin import axes
+from levanter_marin.layers.materialized import materialized
 
 
 class ShortConv(eqx.Module):
@@ -41,7 +42,7 @@ class ShortConv(eqx.Module):
         """
         Pos = x.resolve_axis(axes.POSITION)
         position = hax.arange(Pos)
-        x32 = x.astype(jnp.float32)
+        x32 = materialized(x).astype(jnp.float32)
         weight = self.weight.astype(jnp.float32)
         out = x32 * weight[self.Tap, 0]
         for lag in range(1, min(self.Tap.size, Pos.size)):
@@ -49,4 +50,4 @@ class ShortConv(eqx.Module):
             if segment_ids is not None:
                 reached = reached & (segment_ids == hax.roll(segment_ids, lag, Pos))
             out = out + hax.where(reached, hax.roll(x32, lag, Pos), 0.0) * weight[self.Tap, lag]
-        return out.rearrange(x.axes).astype(x.dtype)
+        return materialized(out.rearrange(x.axes).astype(x.dtype))

@@ -27,6 +27,7 @@ from levanter_marin.layers.attention import AttentionContext
 from levanter_marin.layers.embedding import NormedEmbedding
 from levanter_marin.layers.linear import truncated_normal_linear
 from levanter_marin.layers.norms import GatedNorm, RmsNorm
+from levanter_marin.models import parameter_counts
 from levanter_marin.models.block import Block
 from levanter_marin.models.transformer import run_layers
 from levanter_marin.moe.statistics import RoutingStatistics, training_metrics
@@ -61,7 +62,9 @@ class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
         if self.gated_norm_rank is not None and self.gated_norm_rank <= 0:
             raise ValueError(f"model.gated_norm_rank={self.gated_norm_rank} must be positive; null switches it off")
         if self.initializer_std is not None and self.initializer_std <= 0:
-            raise ValueError(f"model.initializer_std={self.initializer_std} must be positive; null is 0.5/sqrt(hidden)")
+            raise ValueError(
+                f"model.initializer_std={self.initializer_std} must be positive; null is 0.5/sqrt(hidden)"
+            )
         if self.moe.latent_dim is not None and self.moe.latent_dim > self.hidden_dim:
             raise ValueError(
                 f"moe.latent_dim={self.moe.latent_dim} exceeds hidden_dim={self.hidden_dim}; "
@@ -71,6 +74,12 @@ class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
     @property
     def model_type(self) -> type["MarinMoeLMHeadModel"]:  # pyrefly: ignore[bad-override]
         return MarinMoeLMHeadModel
+
+    def flops_per_token(self, vocab_size: int, context_length: int) -> float:
+        return parameter_counts.flops_per_token(self, vocab_size, context_length)
+
+    def total_trainable_params(self, vocab_size: int) -> int:
+        return parameter_counts.trainable_parameters(self, vocab_size)
 
     @property
     def Embed(self) -> Axis:
@@ -183,7 +192,8 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
     def get_lm_head(self) -> NamedArray:
         return self.lm_head.weight
 
-    def compute_next_token_loss(
+    # upstream's signature has no place for the metrics that its trainer accepts beside a loss
+    def compute_next_token_loss(  # pyrefly: ignore[bad-override]
         self,
         example: LmExample,
         *,

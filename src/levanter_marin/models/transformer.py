@@ -4,7 +4,8 @@
 """The stack of layers, run as a scan over groups in which every position has a fixed kind."""
 
 import dataclasses
-from typing import Callable, cast
+from collections.abc import Callable
+from typing import cast
 
 import haliax as hax
 import jax

@@ -11,7 +11,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split, named_call
 from jaxtyping import PRNGKeyArray
 
-from levanter_marin.config import MoeConfig, QuantileEstimator
+from levanter_marin.config import MoeConfig
 from levanter_marin.layers.linear import truncated_normal_linear
 from levanter_marin.layers.norms import RmsNorm
 from levanter_marin.moe.dispatch.api import dispatch_experts
@@ -90,15 +90,13 @@ class LatentMoe(eqx.Module):
         """x unchanged; on the way back it hands the next step's bias to `router.bias`."""
         config = self.config
         token_axes = hax.axis.without_axes(routing.logits.axes, config.RouterExperts)
-        if config.quantile_balancing.estimator is QuantileEstimator.off:
-            next_bias = hax.zeros(config.RouterExperts)
-        else:
-            beta = quantile_beta(
-                routing.margins,
-                token_valid,
-                num_experts_per_token=config.num_experts_per_token,
-                config=config.quantile_balancing,
-            )
-            next_bias = next_router_bias(beta)
-        valid = hax.ones(token_axes) if token_valid is None else token_valid.broadcast_to(token_axes)
-        return record_bias(x, self.router.bias, next_bias, hax.sum(valid.astype(jnp.float32)))
+        beta = quantile_beta(
+            routing.margins,
+            token_valid,
+            num_experts_per_token=config.num_experts_per_token,
+            config=config.quantile_balancing,
+        )
+        if token_valid is None:
+            token_valid = hax.ones(token_axes, dtype=jnp.bool_)
+        num_valid = hax.sum(token_valid.broadcast_to(token_axes), dtype=jnp.int32)
+        return record_bias(x, self.router.bias, next_router_bias(beta), num_valid)

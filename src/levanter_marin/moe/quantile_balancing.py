@@ -75,7 +75,7 @@ def quantile_beta(
     margins = margins.rearrange((*Tokens, Experts))
 
     match config.estimator:
-        case QuantileEstimator.off:
+        case QuantileEstimator.none:
             return hax.zeros(Experts, dtype=jnp.float32)
         case QuantileEstimator.histogram:
             estimate = functools.partial(_histogram_beta, num_bins=config.num_bins)

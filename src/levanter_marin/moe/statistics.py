@@ -54,9 +54,8 @@ class RoutingStatistics(eqx.Module):
         def total(per_token: NamedArray) -> NamedArray:
             return hax.sum(per_token * valid, axis=token_axes)
 
-        is_chosen = routing.selected_experts.broadcast_axis(Experts) == hax.arange(Experts)
-        chosen = hax.sum(is_chosen.astype(jnp.float32), axis=config.TopExperts)
-        load = total(chosen)
+        chosen = hax.nn.one_hot(routing.selected_experts, Experts, dtype=jnp.float32)
+        load = hax.sum(chosen * valid, axis=(*token_axes, config.TopExperts))
         share = load / hax.maximum(hax.sum(load), 1.0)
         num_valid = hax.maximum(hax.sum(valid), 1.0)
         probability = total(hax.nn.softmax(routing.logits, axis=Experts)) / num_valid
@@ -89,12 +88,16 @@ def training_metrics(statistics: RoutingStatistics, Layers: Axis) -> dict[str, M
     counts = statistics.dispatch
     dropped = (counts.sender_dropped + counts.receiver_dropped).astype(jnp.float32)
     valid = hax.maximum(counts.kept.astype(jnp.float32) + dropped, 1.0)
-    bias_range = hax.max(statistics.bias, axis=axes.ROUTER_EXPERTS) - hax.min(statistics.bias, axis=axes.ROUTER_EXPERTS)
+    bias_range = hax.max(statistics.bias, axis=axes.ROUTER_EXPERTS) - hax.min(
+        statistics.bias, axis=axes.ROUTER_EXPERTS
+    )
     mean, largest = ReductionType.MEAN, ReductionType.MAX
     readings = {
         "max_over_mean_load": _Reading(hax.max(load, axis=axes.ROUTER_EXPERTS) / mean_load, mean, ("mean", "max")),
         "routing_entropy": _Reading(statistics.routing_entropy, mean, ("mean", "min")),
-        "dead_experts": _Reading(hax.sum((load == 0).astype(jnp.float32), axis=axes.ROUTER_EXPERTS), mean, ("mean", "max")),
+        "dead_experts": _Reading(
+            hax.sum((load == 0).astype(jnp.float32), axis=axes.ROUTER_EXPERTS), mean, ("mean", "max")
+        ),
         "drop_fraction": _Reading(dropped / valid, mean, ("mean", "max")),
         "router_z_loss": _Reading(statistics.router_z_loss, mean, ("mean", "max")),
         "load_balancing_loss": _Reading(statistics.load_balancing_loss, mean, ("mean", "max")),

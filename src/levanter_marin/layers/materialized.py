@@ -3,14 +3,10 @@
 
 """Keep XLA:CPU from computing an activation again in every place that reads it."""
 
-from typing import TypeVar
-
 import jax
 
-T = TypeVar("T")
 
-
-def materialized(x: T) -> T:
+def materialized[T](x: T) -> T:
     """`x` itself, value and gradient; on CPU behind an optimization barrier.
 
     The weight gradient of each matmul reads its input transposed, and XLA:CPU fuses that transposition with whatever

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
+from haliax.partitioning import round_axis_for_partitioning
 from jaxtyping import PRNGKeyArray
 
 from levanter_marin import axes
@@ -50,7 +51,7 @@ def select_experts(logits: NamedArray, bias: NamedArray, config: MoeConfig) -> R
     logits = logits.rearrange((..., config.RouterExperts))
     TopAndNext = config.TopExperts.resize(config.num_experts_per_token + 1)
     biased = jax.lax.stop_gradient(logits + bias)
-    top, selected = hax.top_k(biased, config.RouterExperts, TopAndNext.size, TopAndNext)
+    top, selected = _top_k(biased, config.RouterExperts, TopAndNext)
     selected = selected[TopAndNext, :-1].astype(jnp.int32)
     # haliax's named take would first copy the logits once per selected expert
     weights = hax.named(jnp.take_along_axis(logits.array, selected.array, axis=-1), selected.axes)
@@ -58,6 +59,18 @@ def select_experts(logits: NamedArray, bias: NamedArray, config: MoeConfig) -> R
     if config.renormalize:
         weights = weights * (config.combine_weight_sum / (hax.sum(weights, axis=axes.TOP_EXPERTS) + WEIGHT_SUM_EPS))
     return Routing(logits, selected, weights, top[axes.TOP_EXPERTS, -1])
+
+
+def _top_k(x: NamedArray, axis: Axis, TopAxis: Axis) -> tuple[NamedArray, NamedArray]:
+    """The largest of each token and their indices. Each device looks at its own tokens; XLA would gather all first."""
+
+    def of_shard(x: NamedArray) -> tuple[NamedArray, NamedArray]:
+        return hax.top_k(x, axis, TopAxis.size, TopAxis)
+
+    uneven = any(round_axis_for_partitioning(token_axis) != token_axis for token_axis in x.axes)
+    if uneven or jax.sharding.get_abstract_mesh().empty:
+        return of_shard(x)
+    return hax.shard_map(of_shard)(x)
 
 
 class Router(eqx.Module):

@@ -48,6 +48,7 @@ IMPORT_ORDER = """
     models.parameter_counts
     models.marin_moe
     models.presets
+    optim.newton_schulz
     analysis.counts
     registration
     _autoload

@@ -13,9 +13,9 @@ from jaxtyping import Array, Float
 class Coefficients(StrEnum):
     """Which polynomial a step applies to the singular values.
 
-    `quintic` is what the published run used; `simple` is Muon's own (https://kellerjordan.github.io/posts/muon/),
-    `polar_express` that of arXiv:2505.16932, `aol` that of arXiv:2512.04632. Each was tuned for as many steps as it
-    has rows; more steps begin again at the first.
+    `quintic` is what the published run used, `simple` what Muon was introduced with, `polar_express` comes from
+    arXiv:2505.16932. All four are those of Levanter. A set has one polynomial a step; more steps than it has begin
+    again at the first.
     """
 
     simple = "simple"

@@ -22,5 +22,6 @@ def exclude_own_value(output: NamedArray, value: NamedArray, HeadSize: Axis) -> 
         z with the axes and dtype of `output`. A zero value leaves y as it is.
     """
     y, v = output.astype(jnp.float32), value.astype(jnp.float32).broadcast_to(output.axes)
-    share = hax.dot(y, v, axis=HeadSize) / (hax.dot(v, v, axis=HeadSize) + OWN_VALUE_EPS)
+    # not hax.dot, whose fp32 products an accelerator may take in less
+    share = hax.sum(y * v, axis=HeadSize) / (hax.sum(v * v, axis=HeadSize) + OWN_VALUE_EPS)
     return (y - share * v).rearrange(output.axes).astype(output.dtype)

@@ -17,6 +17,7 @@ from jaxtyping import PRNGKeyArray
 from levanter_marin import axes
 from levanter_marin.config import MoeConfig, RouterDtype
 from levanter_marin.layers.linear import truncated_normal
+from levanter_marin.layers.materialized import materialized
 from levanter_marin.moe.router_bias import RouterBias
 
 WEIGHT_SUM_EPS = 1e-9
@@ -62,13 +63,15 @@ def select_experts(logits: NamedArray, bias: NamedArray, config: MoeConfig) -> R
 
 
 def _top_k(x: NamedArray, axis: Axis, TopAxis: Axis) -> tuple[NamedArray, NamedArray]:
-    """The largest of each token and their indices. Each device looks at its own tokens; XLA would gather all first."""
+    """The largest of each token and their indices. Each device sorts its own tokens; XLA would gather all of them."""
 
     def of_shard(x: NamedArray) -> tuple[NamedArray, NamedArray]:
-        return hax.top_k(x, axis, TopAxis.size, TopAxis)
+        top, indices = hax.top_k(x, axis, TopAxis.size, TopAxis)
+        # XLA:CPU recognises a top-k only where values and indices are cut alike, and sorts all experts elsewhere
+        return top, materialized(indices)
 
-    uneven = any(round_axis_for_partitioning(token_axis) != token_axis for token_axis in x.axes)
-    if uneven or jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(round_axis_for_partitioning(token_axis) != token_axis for token_axis in x.axes):
         return of_shard(x)
     return hax.shard_map(of_shard)(x)
 

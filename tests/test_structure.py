@@ -49,6 +49,8 @@ IMPORT_ORDER = """
     models.marin_moe
     models.presets
     optim.newton_schulz
+    optim.parameters
+    optim.hyperball
     analysis.counts
     registration
     _autoload

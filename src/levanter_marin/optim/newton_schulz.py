@@ -72,9 +72,9 @@ def orthogonalize(
     With X_0 = x / |x|_F, each step takes X <- a X + (b A + c A A) X, where A = X X^T, so that every singular value s
     becomes a s + b s^3 + c s^5. Tall matrices are transposed first, which makes A as small as it can be.
 
-    The result does not depend on the scale of x: |x|_F is taken after dividing by the largest magnitude, so that 1e-12 x
-    has the direction of x, and a matrix of zeros, or one whose entries are below the smallest normal number, gives
-    zeros. Singular values far below |x|_F need more steps than are usual, and stay below one.
+    The result does not depend on the scale of x: |x|_F is taken after dividing by the largest magnitude, so that
+    1e-12 x gives what x gives. A matrix of zeros, or with no entry above the smallest normal number, gives zeros.
+    Singular values far below |x|_F need more steps than are usual, and stay below one.
 
     Args:
         x: matrices in the last two dimensions, any number of dimensions before them; any floating dtype.

@@ -51,6 +51,9 @@ IMPORT_ORDER = """
     optim.newton_schulz
     optim.parameters
     optim.hyperball
+    optim.groups
+    optim.scaling
+    optim.config
     analysis.counts
     registration
     _autoload

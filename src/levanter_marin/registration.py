@@ -4,6 +4,7 @@
 """Every type that this package registers with Levanter; importing this module is the registration."""
 
 from levanter_marin.models.marin_moe import MarinMoeConfig
+from levanter_marin.optim.config import HyperballConfig
 from levanter_marin.tracker import JsonLinesConfig
 
-REGISTERED_TYPES = (MarinMoeConfig, JsonLinesConfig)
+REGISTERED_TYPES = (MarinMoeConfig, HyperballConfig, JsonLinesConfig)

@@ -18,10 +18,10 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
-from common import Compiled, Timing, compile_timed, gflops, machine, matmul, take_turns, write_json
 from haliax import Axis, NamedArray
 from haliax.nn import MoELinear
 
+from common import Compiled, Timing, compile_timed, gflops, machine, matmul, take_turns, write_json
 from levanter_marin.config import DispatchConfig, DispatchImplementation
 from levanter_marin.moe.dispatch.api import dispatch_experts
 from levanter_marin.moe.experts import ExpertBank

@@ -28,18 +28,23 @@ GROUP_SIZES = {
     "chunk_borders": [48, 49, 47, 96, 97, 95, 80, 88],
     "largest_chunk_and_one": [96, 97, 192, 193, 1, 0, 0, 0],
 }
-OTHER_EXPERT_COUNTS = {"one_expert": [77], "more_experts_than_a_chunk_has_rows": [5, 0, 3, 17, 0, 0, 41, 2] * 8}
+OTHER_EXPERT_COUNTS = {
+    "one_expert": [77],
+    "more_experts_than_a_chunk_has_rows": [5, 0, 3, 17, 0, 0, 41, 2] * 8,
+    "several_chunks_a_batch": [37 * e % 128 for e in range(64)],
+    "several_chunks_a_batch_of_one_size": [64] * 64,
+}
 
 
 def _arguments(group_sizes, dtype=jnp.float32, unused=0.0):
     keys = jax.random.split(jax.random.key(0), 5)
-    E = len(group_sizes)
-    rows = jax.random.normal(keys[0], (ROWS, MODEL), dtype)
+    E, R = len(group_sizes), max(ROWS, sum(group_sizes))
+    rows = jax.random.normal(keys[0], (R, MODEL), dtype)
     rows = rows.at[sum(group_sizes) :].set(unused)
     w_gate = (jax.random.normal(keys[1], (E, MODEL, WIDTH)) / MODEL**0.5).astype(dtype)
     w_up = (jax.random.normal(keys[2], (E, MODEL, WIDTH)) / MODEL**0.5).astype(dtype)
     w_down = (jax.random.normal(keys[3], (E, WIDTH, MODEL)) / WIDTH**0.5).astype(dtype)
-    d_out = jax.random.normal(keys[4], (ROWS, MODEL), dtype)
+    d_out = jax.random.normal(keys[4], (R, MODEL), dtype)
     return (rows, w_gate, w_up, w_down), jnp.array(group_sizes, jnp.int32), d_out
 
 

@@ -15,11 +15,11 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import compile_timed, gflops, machine, matmul, take_turns, write_json
 from haliax import Axis
 from levanter.layers.attention import AttentionMask
 from levanter.models.lm_model import LmExample
 
+from common import compile_timed, gflops, machine, matmul, take_turns, write_json
 from levanter_marin import axes
 from levanter_marin.models import presets
 

@@ -4,7 +4,7 @@
 """The same numbers however the model is run: scanned or not, checkpointed or not, on one device or eight."""
 
 import dataclasses
-from functools import lru_cache
+from functools import cache
 
 import equinox as eqx
 import haliax as hax
@@ -47,7 +47,7 @@ def _unstacked(gradient):
     return [a for block in gradient.transformer.layers.unstacked() for a in leaves(block)] + leaves(outer)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _expected(estimator=QuantileEstimator.histogram):
     config = toy.with_estimator(toy.config(), estimator)
     (loss, metrics), gradient = eqx.filter_jit(_step)(toy.build(config), toy.batch(16, padded_rows=1))

@@ -50,6 +50,7 @@ IMPORT_ORDER = """
     models.presets
     optim.newton_schulz
     optim.parameters
+    optim.spreading
     optim.hyperball
     optim.groups
     optim.scaling

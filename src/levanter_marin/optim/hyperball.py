@@ -15,7 +15,8 @@ import optax
 from haliax import NamedArray
 
 from levanter_marin.optim.newton_schulz import Coefficients, NewtonSchulzDtype, orthogonalize
-from levanter_marin.optim.parameters import MatrixAxes, Parameter, map_matrices, map_parameters, parameters
+from levanter_marin.optim.parameters import MatrixAxes, Parameter, map_parameters, parameters
+from levanter_marin.optim.spreading import map_whole_matrices
 
 NORM_FLOOR = 1e-10
 """Below it a direction's norm no longer divides."""
@@ -148,10 +149,13 @@ def orthogonalize_matrices(
     num_steps: int = 5,
     dtype: NewtonSchulzDtype = NewtonSchulzDtype.bf16,
 ) -> optax.GradientTransformation:
-    """`orthogonalize` on every weight of a linear layer: all its inputs against all its outputs, stacks at once."""
+    """`orthogonalize` on every weight of a linear layer: all its inputs against all its outputs, stacks at once.
+
+    Under a mesh and an axis mapping, as in Levanter's trainer, stacked layers are spread over the devices meanwhile.
+    """
 
     def apply(parameter: Parameter) -> NamedArray:
-        return map_matrices(
+        return map_whole_matrices(
             lambda x: orthogonalize(x, coefficients=coefficients, num_steps=num_steps, dtype=dtype),
             parameter.value,
             _matrix_axes(parameter),

@@ -17,7 +17,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-from haliax import NamedArray
+from haliax import Axis, NamedArray
 from haliax.axis import axis_name
 from haliax.quantization import CustomGradientAccumulation
 from haliax.util import ensure_tuple
@@ -100,20 +100,27 @@ def map_parameters(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jax.tree.unflatten(structure, mapped)
 
 
-def map_matrices(f: Callable[[jax.Array], jax.Array], weight: NamedArray, matrix: MatrixAxes) -> NamedArray:
-    """Apply `f` to a weight seen as a stack of matrices {stacked axes..., rows, columns}; shapes stay.
+def matrix_sides(weight: NamedArray, matrix: MatrixAxes) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The axes that are the rows of each matrix, and those that are its columns, in the order of the weight.
 
-    Articulated sides, such as heads x head_size, are flattened. Rows are the side that the weight stores first, so
-    that a weight whose sides are contiguous is not moved in memory.
+    Rows are the side that the weight does not store last. A weight whose sides are contiguous is then a stack of
+    matrices as it lies in memory.
     """
     rows, columns = matrix.outputs, matrix.inputs
     if weight.axes and weight.axes[-1].name in matrix.outputs:
         rows, columns = columns, rows
-    row_axes = tuple(a for a in weight.axes if a.name in rows)
-    column_axes = tuple(a for a in weight.axes if a.name in columns)
-    stacked = tuple(a for a in weight.axes if a.name not in rows and a.name not in columns)
-    ordered = weight.rearrange((*stacked, *row_axes, *column_axes))
-    shape = (*(a.size for a in stacked), hax.axis_size(row_axes), hax.axis_size(column_axes))
+    return tuple(a for a in weight.axes if a.name in rows), tuple(a for a in weight.axes if a.name in columns)
+
+
+def map_matrices(f: Callable[[jax.Array], jax.Array], weight: NamedArray, matrix: MatrixAxes) -> NamedArray:
+    """Apply `f` to a weight seen as a stack of matrices {stacked axes..., rows, columns}; it keeps the shape.
+
+    Articulated sides, such as heads x head_size, are flattened.
+    """
+    rows, columns = matrix_sides(weight, matrix)
+    stacked = tuple(axis for axis in weight.axes if axis not in rows and axis not in columns)
+    ordered = weight.rearrange((*stacked, *rows, *columns))
+    shape = (*(axis.size for axis in stacked), hax.axis_size(rows), hax.axis_size(columns))
     mapped = f(ordered.array.reshape(shape)).reshape(ordered.array.shape)
     return hax.named(mapped, ordered.axes).rearrange(weight.axes)
 

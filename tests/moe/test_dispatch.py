@@ -75,7 +75,7 @@ def _random_routing(num_experts, top=2, batch=8, position=8, seed=0):
 def _routings():
     """Name: (experts, selected [batch, position, top], valid or None)."""
     tokens = jnp.arange(64).reshape(8, 8)
-    valid = (tokens % 8) < 5
+    valid = (tokens % 8) >= 3
     full = tokens >= 0
     return {
         "full": (8, _random_routing(8), full),
@@ -229,6 +229,18 @@ def test_dispatch_nan_in_padding_stays_out(implementation, mesh):
 def test_dispatch_counts_of_padded_tokens_add_up_exactly(implementation, mesh):
     counts = _value_and_gradients(implementation, _case("padding"), mesh)[-1]
     assert [int(c.array) for c in counts] == [40 * 2, 0, 0, 24 * 2]
+
+
+@pytest.mark.parametrize("implementation", NAMED)
+def test_dispatch_with_padding_equals_the_tokens_alone(implementation):
+    x, bank, selected, weights, token_valid, d_out = padded = _case("padding")
+    some = {"position": slice(3, 8)}
+    assert np.array_equal(np.asarray(token_valid.array), np.broadcast_to(np.arange(8) >= 3, (8, 8)))
+    alone = (x[some], bank, selected[some], weights[some], token_valid[some], d_out[some])
+    out, d_x, d_bank, d_weights, _ = _value_and_gradients(implementation, padded)
+    *expected, counts = _value_and_gradients(implementation, alone)
+    _assert_close((out[some], d_x[some], d_bank, d_weights[some]), tuple(expected), TOLERANCE[jnp.float32])
+    assert int(counts.padding.array) == 0
 
 
 @pytest.mark.parametrize("implementation", NAMED)

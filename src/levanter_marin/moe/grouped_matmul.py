@@ -86,6 +86,7 @@ def grouped_swiglu(
     Value: the groups follow one another from row 0. Rows past `sum(group_sizes)` may hold anything, NaN included;
     their result is exactly zero. Products accumulate in fp32; weights are cast to the dtype of `rows`.
     Gradient: reverse mode, once, in the dtype of each argument; exactly zero for unused rows and empty groups.
+    Memory: `blocked` keeps only the arguments; the others keep R rows of D and of twice F for the backward pass.
 
     Args:
         rows: Rows sorted by expert.

@@ -40,8 +40,9 @@ def dispatch_experts(
     nothing, and the weights of the others stay as they are. A padding token, `token_valid` false, is never computed,
     whatever it holds: its result is exactly zero.
     Gradient: exact for `x`, the bank and `combine_weights`, reverse mode only; none through `selected_experts`;
-    exactly zero for padding. No backend uses a scatter of rows.
-    Memory: one row of `x` for each assignment, and the expert width twice for each assignment until the backward pass.
+    exactly zero for padding.
+    Memory: on CPU the arguments are kept for the backward pass, and hidden activations recomputed. Elsewhere a row of
+    `x`, one of the output and twice the expert width are kept for every assignment.
 
     Args:
         x: {token axes, latent}, any number of token axes, sharded as the current axis mapping has them.

@@ -66,6 +66,7 @@ IMPORT_ORDER = """
     cli.training
     cli.corpus
     cli.describe
+    cli.groups
     cli.train
     cli.main
     __main__

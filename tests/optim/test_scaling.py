@@ -69,6 +69,6 @@ def test_scaled_hyperparameters_of_a_small_run_are_capped():
         ({"tokens": 1e6, "tokens_per_batch": 1e9, "hidden_dim": 8}, r"tokens=1e\+06 is below .*=1e\+09"),
     ],
 )
-def test_scale_from_impossible_sizes_are_refused(kwargs, message):
+def test_scaled_hyperparameters_of_impossible_sizes_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        ScaleFrom(**kwargs)
+        scaled_hyperparameters(ScaleFrom(**kwargs))

@@ -25,6 +25,7 @@ from levanter_marin.models import parameter_counts
 from levanter_marin.models.marin_moe import MarinMoeConfig
 from levanter_marin.models.parameter_counts import Family
 from levanter_marin.models.presets import PUBLISHED_VOCAB_SIZE
+from levanter_marin.optim.config import HyperballConfig
 
 DESCRIPTION = """Print the layer schedule, parameter counts, FLOPs and initial norms of a training config.
 
@@ -32,6 +33,7 @@ Read from CONFIG: model, train_seq_len, trainer.train_batch_size, trainer.num_tr
 data.vocab_size or the local tokenizer folder data.tokenizer."""
 
 MODEL_TYPE = "marin_moe"
+OPTIMIZER_TYPE = "hyperball"
 
 
 def main(argv: list[str]) -> int:
@@ -44,9 +46,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
 
-    raw = _load(options.config)
+    raw = load_raw(options.config)
     model = _decode_model(raw)
-    description = describe(model, raw, _vocab_size(raw, options.vocab_size))
+    description = describe(model, raw, vocab_size_and_source(raw, options.vocab_size))
     if options.json:
         print(json.dumps(description, indent=2))
     else:
@@ -77,6 +79,7 @@ def describe(model: MarinMoeConfig, raw: dict[str, Any], vocab: tuple[int, str])
         "flops_per_token": parameter_counts.flops_per_token(model, vocab_size, context_length),
         "published_flops_per_token": counts.published_flops_per_token(model, context_length),
         "training": _training(model, raw, vocab_size, context_length),
+        "optimizer": _optimizer(raw),
         "init_std": model.init_std,
         "initial_norms": counts.initial_norms(model, vocab_size),
     }
@@ -102,7 +105,21 @@ def _training(model: MarinMoeConfig, raw: dict, vocab_size: int, context_length:
     }
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _optimizer(raw: dict[str, Any]) -> dict[str, Any] | None:
+    """What the scaling rule and the defaults of hyperball come to; None of any other optimizer."""
+    section = {"type": raw["optimizer"]} if isinstance(raw.get("optimizer"), str) else _section(raw, "optimizer")
+    if section.get("type") != OPTIMIZER_TYPE:
+        return None
+    fields = {key: value for key, value in section.items() if key != "type"}
+    try:
+        return dataclasses.asdict(draccus.decode(HyperballConfig, fields).resolved())
+    except DraccusException as error:
+        line = misspellings.explain(HyperballConfig, fields, ("optimizer",))
+        raise UserError(line or f"optimizer: {_refusal(error)}") from error
+
+
+def load_raw(path: Path) -> dict[str, Any]:
+    """The config as written."""
     try:
         with path.open() as stream:
             raw = cfgparsing.load_config(stream, file=path)
@@ -151,7 +168,8 @@ def _positive_int(section: dict[str, Any], key: str, prefix: str = "") -> int | 
     return value
 
 
-def _vocab_size(raw: dict[str, Any], option: int | None) -> tuple[int, str]:
+def vocab_size_and_source(raw: dict[str, Any], option: int | None) -> tuple[int, str]:
+    """The size of the vocabulary, and in words where it comes from."""
     if option is not None:
         if option <= 0:
             raise UserError(f"--vocab-size {option} must be positive")
@@ -178,6 +196,8 @@ def _print(model: MarinMoeConfig, description: dict[str, Any]) -> None:
     console.print(_layer_table(model))
     console.print(_parameter_table(description))
     console.print(_flops_table(description))
+    if description["optimizer"] is not None:
+        console.print(_optimizer_table(description["optimizer"]))
     console.print(_norm_table(model, description))
 
 
@@ -251,6 +271,13 @@ def _flops_table(description: dict[str, Any]) -> Table:
             f"{training['tokens_per_active_parameter']:.1f} tokens per active parameter. "
             "Published convention: no lm_head, gates or convolutions; a last layer off the stride counts as local."
         )
+    return table
+
+
+def _optimizer_table(values: dict[str, float]) -> Table:
+    table = _table("Optimizer: hyperball", "peak of the schedule", "value")
+    for name, value in values.items():
+        table.add_row(name, f"{value:.7g}")
     return table
 
 

@@ -92,6 +92,8 @@ class HyperballConfig(OptimizerConfig):
             raise ValueError(
                 f"optimizer.gate_router_weight_decay={self.gate_router_weight_decay} must be 0 or more; 0 is off"
             )
+        if self.scale_from is not None:
+            scaled_hyperparameters(self.scale_from)  # refuses impossible sizes
 
     def resolved(self) -> ScaledHyperparameters:
         """What is used: a field's own value, else that of the scaling rule, else a default."""

@@ -114,7 +114,8 @@ def group_labels(params: Any, extra: Mapping[str, Group] = {}) -> Any:
 
 
 def group_table(params: Any, extra: Mapping[str, Group] = {}) -> list[tuple[Parameter, Rule]]:
-    """Every parameter of a model with its rule."""
+    """Every parameter of a model with its rule; raises as `group_labels`."""
+    _refuse_unused(extra, params)
     return [(parameter, rule_of(parameter, extra)) for parameter in parameters(params)]
 
 

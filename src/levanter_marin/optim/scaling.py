@@ -43,19 +43,6 @@ class ScaleFrom:
     tokens_per_batch: float = 0
     hidden_dim: int = 0
 
-    def __post_init__(self):
-        for name in ("tokens", "tokens_per_batch", "hidden_dim"):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"optimizer.scale_from.{name}={getattr(self, name)} must be positive; scale_from needs tokens, "
-                    "tokens_per_batch and hidden_dim"
-                )
-        if self.tokens < self.tokens_per_batch:
-            raise ValueError(
-                f"optimizer.scale_from.tokens={self.tokens:g} is below "
-                f"optimizer.scale_from.tokens_per_batch={self.tokens_per_batch:g}; tokens are those of the whole run"
-            )
-
 
 def scaled_hyperparameters(scale: ScaleFrom) -> ScaledHyperparameters:
     """The rule as published by the Marin project, for its ladder of widths 512 to 6144.
@@ -63,7 +50,22 @@ def scaled_hyperparameters(scale: ScaleFrom) -> ScaledHyperparameters:
     adam_lr = 0.087571 tokens^-0.3461 hidden_dim^-0.3448 sqrt(tokens_per_batch) and 13/3 of it for MuonH and AdamH,
     both at most 0.05; beta2 = 0.999^(tokens_per_batch / 131072) within [0.95, 0.9999]; epsilon = 9.676e-18
     sqrt(tokens / tokens_per_batch).
+
+    Raises:
+        ValueError: a size is missing, or the run is shorter than one batch.
     """
+    # Here and not in ScaleFrom, since draccus hides what an optional config refuses.
+    for name in ("tokens", "tokens_per_batch", "hidden_dim"):
+        if getattr(scale, name) <= 0:
+            raise ValueError(
+                f"optimizer.scale_from.{name}={getattr(scale, name)} must be positive; scale_from needs tokens, "
+                "tokens_per_batch and hidden_dim"
+            )
+    if scale.tokens < scale.tokens_per_batch:
+        raise ValueError(
+            f"optimizer.scale_from.tokens={scale.tokens:g} is below "
+            f"optimizer.scale_from.tokens_per_batch={scale.tokens_per_batch:g}; tokens are those of the whole run"
+        )
     adam_lr = (
         _ADAM_LR_SCALE
         * scale.tokens**_ADAM_LR_TOKENS_POWER

@@ -41,10 +41,7 @@ def test_groups_of_the_hero_are_the_published_counts(capsys):
     assert query["matrix"]["shape"] == [6144, 6144]
 
     assert main([config, "--vocab-size", "128256"]) == 0
-    printed = capsys.readouterr().out
-    assert (
-        "adam (gate or router)" in printed and str(sum(r["count"] for r in rows if r["group"] == "muonh")) in printed
-    )
+    assert str(sum(row["count"] for row in rows if row["group"] == "muonh")) in capsys.readouterr().out
 
 
 def test_groups_of_an_upstream_model_follow_the_optimizer_of_the_config(capsys, tmp_path):

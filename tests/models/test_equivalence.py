@@ -21,7 +21,7 @@ from levanter_marin.moe.router_bias import RouterBias
 
 RTOL = 1e-5  # loss and metrics, and the Frobenius norm of each gradient
 
-PARAMETER_MAPPING = {axes.EMBED: "data", axes.MLP: "model", axes.HEADS: "model"}
+PARAMETER_MAPPING = {axes.EMBED: "data", axes.EXPERTS: "data", axes.MLP: "model", axes.HEADS: "model"}
 COMPUTE_MAPPING = {axes.BATCH: "data", axes.MLP: "model", axes.HEADS: "model"}
 
 

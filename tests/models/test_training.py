@@ -83,9 +83,9 @@ def test_router_bias_of_microbatches_is_their_mean_weighted_by_valid_tokens(tmp_
     mapping = {axes.BATCH: "data"}
     with hax.partitioning.set_mesh(mesh), hax.axis_mapping(mapping):
         accumulated = eqx.filter_jit(
-            lambda model, example: microbatched(
-                lambda example: gradient(model, example), Batch, 16, mapping, mapping
-            )(example)
+            lambda model, example: microbatched(lambda example: gradient(model, example), Batch, 16, mapping, mapping)(
+                example
+            )
         )
         single = eqx.filter_jit(gradient)
         for step in range(3):

@@ -40,9 +40,7 @@ def config(**overrides) -> MarinMoeConfig:
             "gated_norm_rank": 8,
             # far above the default: every gradient is then well above rounding
             "initializer_std": 0.2,
-            "attention": AttentionConfig(
-                num_heads=4, head_dim=8, num_kv_heads=2, global_kv_heads=1, sliding_window=6
-            ),
+            "attention": AttentionConfig(num_heads=4, head_dim=8, num_kv_heads=2, global_kv_heads=1, sliding_window=6),
             "moe": MoeConfig(
                 num_experts=8, num_experts_per_token=2, latent_dim=16, expert_dim=16, shared_expert_dim=16
             ),
@@ -104,9 +102,9 @@ def trainer_config(path: Path, **overrides) -> TrainerConfig:
 
 def optimizer(num_train_steps: int = 6):
     """Adam with everything that must not touch the router bias: decay, clipping, a moving learning rate."""
-    return AdamConfig(
-        learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, warmup=2, lr_schedule="linear"
-    ).build(num_train_steps)
+    return AdamConfig(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=1.0, warmup=2, lr_schedule="linear").build(
+        num_train_steps
+    )
 
 
 def train(

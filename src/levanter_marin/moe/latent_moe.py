@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 from haliax.jax_utils import maybe_rng_split, named_call
 from jaxtyping import PRNGKeyArray
 
+from levanter_marin import axes
 from levanter_marin.config import MoeConfig
 from levanter_marin.layers.linear import truncated_normal_linear
 from levanter_marin.layers.norms import RmsNorm
@@ -63,7 +64,7 @@ class LatentMoe(eqx.Module):
             the routed output with the axes and dtype of x, and this step's statistics. Differentiating through the
             output gives `router.bias` the next step's bias as its cotangent.
         """
-        Embed = x.resolve_axis("embed")
+        Embed = x.resolve_axis(axes.EMBED)
         routing = self.router(x)
         x = self._balance(x, routing, token_valid)
         latent = self.to_latent(x, Embed)

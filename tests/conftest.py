@@ -7,10 +7,7 @@ Both are set before JAX and huggingface_hub are imported, since each reads its v
 starts inherit them.
 """
 
-import atexit
 import os
-import shutil
-import tempfile
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_force_host_platform_device_count=8"
@@ -19,10 +16,3 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
-
-# One cache of compiled programs for the session and its worker processes: several Trainers compile the same step.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    _COMPILATION_CACHE = tempfile.mkdtemp(prefix="levanter-marin-tests-")
-    atexit.register(shutil.rmtree, _COMPILATION_CACHE, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _COMPILATION_CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"

@@ -1,12 +1,13 @@
 # Copyright The levanter-marin Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Eight virtual CPU devices and no network for every test.
+"""Eight virtual CPU devices and no network for every test; compiled programs freed after every file.
 
 Both are set before JAX and huggingface_hub are imported, since each reads its variables once; processes that a test
 starts inherit them.
 """
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
@@ -16,3 +17,14 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_compiled_programs():
+    """XLA:CPU maps memory for each program, and a process that reaches vm.max_map_count (65,530) maps is aborted."""
+    yield
+    jax.clear_caches()
+    gc.collect()

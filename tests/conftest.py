@@ -18,8 +18,8 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import jax
+import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -99,11 +99,20 @@ def test_router_bias_of_microbatches_is_their_mean_weighted_by_valid_tokens(tmp_
             expected = sum(w * b for w, b in zip(weights, biases, strict=True)) / sum(weights)
             np.testing.assert_allclose(_gradient_bias(overall), expected, rtol=0, atol=ORACLE_ATOL)
 
+            if step == 0:
+                in_parts = sum(_expert_load(state.model, part) for part in parts)
+                np.testing.assert_array_equal(in_parts, _expert_load(state.model, example))
+
             for name in ("moe/routing_entropy/layer_00", "moe/router_z_loss/layer_00"):
                 mean = np.mean([float(m[name]) for (_, m), _ in results])
                 assert float(metrics[name]) == pytest.approx(mean, rel=1e-5)
             state, _ = state.take_step(overall, key=jax.random.PRNGKey(step))
             np.testing.assert_allclose(_value(state), expected, rtol=0, atol=ORACLE_ATOL)
+
+
+@eqx.filter_jit
+def _expert_load(model, example) -> jax.Array:
+    return model.activations_and_statistics(example.tokens, example.attn_mask)[1].expert_load.array
 
 
 def _gradient_bias(gradient) -> np.ndarray:

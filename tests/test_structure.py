@@ -19,6 +19,7 @@ MAX_LINES = 400
 IMPORT_ORDER = """
     axes
     config
+    schedule.stages
     documents
     corpus
     tracker
@@ -56,6 +57,7 @@ IMPORT_ORDER = """
     optim.groups
     optim.scaling
     optim.config
+    optim.horizon
     analysis.counts
     registration
     _autoload

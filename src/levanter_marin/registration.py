@@ -5,6 +5,7 @@
 
 from levanter_marin.models.marin_moe import MarinMoeConfig
 from levanter_marin.optim.config import HyperballConfig
+from levanter_marin.optim.horizon import HorizonConfig
 from levanter_marin.tracker import JsonLinesConfig
 
-REGISTERED_TYPES = (MarinMoeConfig, HyperballConfig, JsonLinesConfig)
+REGISTERED_TYPES = (MarinMoeConfig, HyperballConfig, HorizonConfig, JsonLinesConfig)

@@ -21,7 +21,7 @@ def test_blocked_swiglu_computes_each_row_once_and_few_others_whatever_the_numbe
     group_sizes = rng.multinomial(rows, np.full(num_experts, 1 / num_experts))
     row = jnp.arange(rows)
 
-    def count(carry, batch):
+    def count(carry, batch, _):
         times_used, computed = carry
         return times_used.at[batch.row].add(1, mode="drop"), computed + batch.row.size
 

@@ -54,7 +54,7 @@ def blocked_swiglu(
     """
     matmul = functools.partial(_matmul, x.dtype)
 
-    def add_batch(out, batch):
+    def add_batch(out, batch, _):
         rows = _take(x, batch.token)
         gate, up = (matmul(rows, w[batch.expert], 2, 1) for w in (w_gate, w_up))
         rows_out = matmul(jax.nn.silu(gate) * up, w_down[batch.expert], 2, 1)
@@ -72,7 +72,7 @@ def _bwd(args, d_out):
     x, w_gate, w_up, w_down, token_of_row, weight_of_row, group_sizes = args
     matmul = functools.partial(_matmul, x.dtype)
 
-    def add_batch(gradients, batch):
+    def add_batch(gradients, batch, put):
         d_x, d_w_gate, d_w_up, d_w_down, d_weight = gradients
         rows, d_rows_out = _take(x, batch.token), _take(d_out, batch.token)
         gate, up = (matmul(rows, w[batch.expert], 2, 1) for w in (w_gate, w_up))
@@ -88,9 +88,9 @@ def _bwd(args, d_out):
         rows_t, hidden_t = _transpose(rows), _transpose(hidden)
         return (
             d_x.at[batch.token].add(d_rows, mode="drop"),
-            d_w_gate.at[batch.expert].add(matmul(rows_t, d_gate, 2, 1), mode="drop"),
-            d_w_up.at[batch.expert].add(matmul(rows_t, d_up, 2, 1), mode="drop"),
-            d_w_down.at[batch.expert].add(matmul(hidden_t, d_rows_out, 2, 1), mode="drop"),
+            put(d_w_gate, batch, matmul(rows_t, d_gate, 2, 1)),
+            put(d_w_up, batch, matmul(rows_t, d_up, 2, 1)),
+            put(d_w_down, batch, matmul(hidden_t, d_rows_out, 2, 1)),
             d_weight,
         )
 
@@ -107,8 +107,8 @@ blocked_swiglu.defvjp(_fwd, _bwd)
 
 
 class _Batch(NamedTuple):
-    """G chunks, each of C rows of one expert. The last rows of a chunk may be unused: row R of token T, both out of
-    bounds, so that reading gives 0 and writing does nothing."""
+    """G chunks, each of C rows of one expert; without one, of expert E. The last rows of a chunk may be unused: row R
+    of token T. All of these are out of bounds, so that writing does nothing and reading a row gives 0."""
 
     expert: Int[Array, " G"]
     row: Int[Array, "G C"]
@@ -126,48 +126,68 @@ def _chunks_per_batch(R: int, E: int, C: int) -> int:
 
 
 def _over_batches[Carry](
-    body: Callable[[Carry, _Batch], Carry],
+    body: Callable[[Carry, _Batch, Callable[[Array, _Batch, Array], Array]], Carry],
     carry: Carry,
     T: int,
     token_of_row: Int[Array, " R"],
     weight_of_row: Float[Array, " R"],
     group_sizes: Int[Array, " E"],
 ) -> Carry:
-    """Fold `body` over all chunks, small ones first; those that do not fill a batch go up to the next size."""
+    """Fold `body` over all chunks; it gets what puts a chunk's share into the gradient of an expert's weight.
+
+    Every expert has a first chunk, which is the one that may be partial, or empty. They come in order of size; those
+    that do not fill a batch go up to the next size. Full chunks of the largest size follow.
+    """
     R, E = token_of_row.shape[0], group_sizes.shape[0]
     sizes = _chunk_sizes(R, E)
     largest = sizes[-1]
+    group_start = jnp.cumsum(group_sizes) - group_sizes
+    full_chunks = jnp.maximum(group_sizes - 1, 0) // largest
+    first_size = group_sizes - full_chunks * largest
 
-    max_chunks = R // largest + E
-    group_end = jnp.cumsum(group_sizes)
-    chunks_of_group = -(-group_sizes // largest)
-    chunk_end = jnp.cumsum(chunks_of_group)
-    chunk = jnp.arange(max_chunks)
-    expert = jnp.repeat(jnp.arange(E), chunks_of_group, total_repeat_length=max_chunks)
-    first_row = (group_end - group_sizes)[expert] + (chunk - (chunk_end - chunks_of_group)[expert]) * largest
-    used = jnp.where(chunk < chunk_end[-1], jnp.minimum(largest, group_end[expert] - first_row), 0)
-
-    by_size = jnp.argsort(jnp.where(used > 0, used, largest + 1))
-    expert, first_row, used = expert[by_size], first_row[by_size], used[by_size]
-
-    start = jnp.int32(0)
-    for C in sizes:
+    def fold(carry, C, put, batches, start, expert, first_row, used):
+        """`body` over `batches` of the chunks from `start` on."""
         G = _chunks_per_batch(R, E, C)
-        fitting = jnp.sum((used > 0) & (used <= C)) - start
-        batches = fitting // G if C < largest else -(-fitting // G)
 
-        def step(j, carry, C=C, G=G, start=start):
+        def step(j, carry):
             chunk = start + j * G + jnp.arange(G)
+            expert_of_chunk = expert.at[chunk].get(mode="fill", fill_value=E)
             chunk_used = used.at[chunk].get(mode="fill", fill_value=0)
             row = jnp.where(jnp.arange(C) < chunk_used[:, None], first_row[chunk][:, None] + jnp.arange(C), R)
             token = token_of_row.at[row].get(mode="fill", fill_value=T)
             weight = weight_of_row.at[row].get(mode="fill", fill_value=0)
             # Without the barrier these few numbers are computed again for every element of a row.
-            return body(carry, _Batch(*lax.optimization_barrier((expert[chunk], row, token, weight))))
+            return body(carry, _Batch(*lax.optimization_barrier((expert_of_chunk, row, token, weight))), put)
 
-        carry = lax.fori_loop(0, batches, step, carry)
+        return lax.fori_loop(0, batches, step, carry)
+
+    by_size = jnp.argsort(first_size)
+    chunks = by_size, group_start[by_size], first_size[by_size]
+    start = jnp.int32(0)
+    for C in sizes:
+        G = _chunks_per_batch(R, E, C)
+        fitting = jnp.sum(first_size <= C) - start
+        batches = fitting // G if C < largest else -(-fitting // G)
+        carry = fold(carry, C, _set, batches, start, *chunks)
         start += batches * G
-    return carry
+
+    max_chunks = max(1, R // largest)
+    chunk = jnp.arange(max_chunks)
+    chunk_end = jnp.cumsum(full_chunks)
+    expert = jnp.repeat(jnp.arange(E), full_chunks, total_repeat_length=max_chunks)
+    first_row = (group_start + first_size)[expert] + (chunk - (chunk_end - full_chunks)[expert]) * largest
+    used = jnp.where(chunk < chunk_end[-1], largest, 0)
+    batches = -(-chunk_end[-1] // _chunks_per_batch(R, E, largest))
+    return fold(carry, largest, _add, batches, 0, expert, first_row, used)
+
+
+def _set(gradient: Float[Array, "E _ _"], batch: _Batch, of_chunk: Float[Array, "G _ _"]) -> Float[Array, "E _ _"]:
+    """The gradient of experts none of which has one yet: without reading what is there."""
+    return gradient.at[batch.expert].set(of_chunk, mode="drop", unique_indices=True)
+
+
+def _add(gradient: Float[Array, "E _ _"], batch: _Batch, of_chunk: Float[Array, "G _ _"]) -> Float[Array, "E _ _"]:
+    return gradient.at[batch.expert].add(of_chunk, mode="drop")
 
 
 def _take(x: Float[Array, "T D"], token: Int[Array, "G C"]) -> Float[Array, "G C D"]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import tensorstore
 import yaml
 from jax.sharding import Mesh
 from levanter.data.dataset import ListAsyncDataset
@@ -193,3 +194,36 @@ def test_upstream_train_lm_with_our_model_trains_without_our_command(workplace):
     run(["-c", code, "--config_path", write_config({}), "--trainer.id", "run"])
     # Upstream's own exit code is not to be trusted after a complete run.
     assert (workplace / "checkpoints/run/step-2/metadata.json").exists()
+
+
+def stored_arrays(checkpoint: str) -> dict[bytes, bytes]:
+    """Every array of a checkpoint, as stored: parameters, optimizer state, router bias, random key, step."""
+    spec = {"driver": "ocdbt", "base": Path(checkpoint).absolute().as_uri()}
+    store = tensorstore.KvStore.open(spec).result()
+    return {key: store.read(key).result().value for key in store.list().result()}
+
+
+def losses_by_step(run_id: str) -> dict[int, float]:
+    """Later records of a step replace earlier ones, as after a resume."""
+    with Path(f"logs/{run_id}/metrics.jsonl").open(encoding="utf-8") as file:
+        records = [record for record in map(json.loads, file) if "train/loss" in record.get("metrics", {})]
+    return {record["step"]: record["metrics"]["train/loss"] for record in records}
+
+
+@pytest.mark.slow
+def test_train_resumed_at_step_3_equals_uninterrupted_run_bit_for_bit(workplace):
+    # total_steps pins the schedule, which otherwise ends with the first run
+    optimizer = {"type": "hyperball", "newton_schulz_dtype": "fp32", "total_steps": 6}
+    path = write_config({"optimizer": optimizer, "trainer.num_train_steps": 6})
+    for run_id, steps in (("straight", [6]), ("resumed", [3, 6])):
+        for num_train_steps in steps:
+            limit = ["--trainer.num_train_steps", str(num_train_steps)]
+            result = run(["-m", "levanter_marin", "train", path, "--trainer.id", run_id, *limit])
+            assert result.returncode == 0, result.stderr
+
+    straight, resumed = (losses_by_step(run_id) for run_id in ("straight", "resumed"))
+    assert sorted(straight) == list(range(6))
+    assert resumed == straight
+    expected, actual = (stored_arrays(f"checkpoints/{run_id}/step-5") for run_id in ("straight", "resumed"))
+    assert expected.keys() == actual.keys()
+    assert [name for name in expected if expected[name] != actual[name]] == []

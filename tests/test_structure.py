@@ -28,6 +28,8 @@ IMPORT_ORDER = """
     layers.norms
     layers.rotary
     layers.embedding
+    layers.page_cache
+    layers.paged_attention
     layers.short_conv
     layers.exclusive_attention
     layers.blockwise_attention

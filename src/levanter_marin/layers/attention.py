@@ -20,8 +20,10 @@ from levanter_marin.layers.blockwise_attention import blockwise_attention
 from levanter_marin.layers.exclusive_attention import exclude_own_value
 from levanter_marin.layers.linear import truncated_normal_linear
 from levanter_marin.layers.norms import rms_norm
+from levanter_marin.layers.page_cache import LayerPageCache, PagedTokens
+from levanter_marin.layers.paged_attention import paged_attention
 from levanter_marin.layers.rotary import partial_rotary
-from levanter_marin.layers.short_conv import ShortConv
+from levanter_marin.layers.short_conv import ShortConv, decode_at_site
 
 
 class AttentionContext(eqx.Module):
@@ -109,39 +111,63 @@ class Attention(eqx.Module):
     @named_call
     def __call__(self, x: NamedArray, kind: LayerKind, context: AttentionContext) -> NamedArray:
         """x: {batch..., position, embed}, normalised; the result has its axes and dtype."""
-        config = self.config
-        HeadSize = config.HeadSize
-        used = config.kv_heads_used(kind)
-        Group = Axis(axes.Q_HEADS_PER_GROUP, config.num_heads // used)
-
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        k, v = self.k_proj(x), self.v_proj(x)
         if self.sconv_k is not None:
             k = self.sconv_k(k, context.segment_ids)
         if self.sconv_v is not None:
             v = self.sconv_v(v, context.segment_ids)
-        q = q.unflatten_axis(config.Heads, (config.KvHeads.resize(used), Group))
+        q, k, v = self._heads(self.q_proj(x), k, v, kind, context.pos_ids)
+        window = self.window(kind)
+        if context.window is not None:
+            window = context.window if window is None else min(window, context.window)
+        return self._output(x, self._attend(q, k, v, context.segment_ids, window), v)
+
+    @named_call
+    def decode(
+        self, x: NamedArray, kind: LayerKind, cache: LayerPageCache, tokens: PagedTokens
+    ) -> tuple[NamedArray, LayerPageCache]:
+        """x: {position, embed}, the next tokens of several sequences; as `__call__` over each whole sequence."""
+        k, cache = decode_at_site(ConvSite.k, self.sconv_k, self.k_proj(x), cache, tokens)
+        v, cache = decode_at_site(ConvSite.v, self.sconv_v, self.v_proj(x), cache, tokens)
+        q, k, v = self._heads(self.q_proj(x), k, v, kind, tokens.pos_ids)
+        cache = cache.with_keys_and_values(tokens, k, v)
+        return self._output(x, paged_attention(q, cache.kv.kv_pages, tokens, self.window(kind)), v), cache
+
+    def window(self, kind: LayerKind) -> int | None:
+        """Keys that a layer of this kind sees; None is all of them."""
+        return self.config.sliding_window if kind is LayerKind.LOCAL else None
+
+    def _heads(
+        self, q: NamedArray, k: NamedArray, v: NamedArray, kind: LayerKind, pos_ids: NamedArray
+    ) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """What meets in attention, from projections: queries by group, and the key and value heads in use."""
+        config = self.config
+        HeadSize = config.HeadSize
+        used = config.kv_heads_used(kind)
+        q = q.unflatten_axis(config.Heads, self._grouped(used))
         if used != config.num_kv_heads:
             k, v = k[axes.KV_HEAD, :used], v[axes.KV_HEAD, :used]
         if config.qk_norm:
             q, k = rms_norm(q, HeadSize, config.qk_norm_eps), rms_norm(k, HeadSize, config.qk_norm_eps)
         if kind is LayerKind.LOCAL or config.rope_on_global:
             q, k = (
-                partial_rotary(a, context.pos_ids, HeadSize, config.rope_dim, config.rope_theta, config.rope_pairing)
+                partial_rotary(a, pos_ids, HeadSize, config.rope_dim, config.rope_theta, config.rope_pairing)
                 for a in (q, k)
             )
-        q = q * config.qk_mult
+        return q * config.qk_mult, k, v
 
-        window = config.sliding_window if kind is LayerKind.LOCAL else None
-        if context.window is not None:
-            window = context.window if window is None else min(window, context.window)
-        out = self._attend(q, k, v, context.segment_ids, window)
-
+    def _output(self, x: NamedArray, attended: NamedArray, v: NamedArray) -> NamedArray:
+        """XSA, gate and projection of what attention returned for the layer's input x."""
+        config = self.config
         if config.exclusive:
-            out = exclude_own_value(out, v, HeadSize)
-        out = out.flatten_axes((config.KvHeads.resize(used), Group), config.Heads)
+            attended = exclude_own_value(attended, v, config.HeadSize)
+        out = attended.flatten_axes(self._grouped(v.axis_size(axes.KV_HEAD)), config.Heads)
         if self.attn_gate is not None:
             out = out * (2 * hax.nn.sigmoid(self.attn_gate(x))).astype(out.dtype)
         return self.o_proj(out).rearrange(x.axes)
+
+    def _grouped(self, kv_heads: int) -> tuple[Axis, Axis]:
+        return self.config.KvHeads.resize(kv_heads), Axis(axes.Q_HEADS_PER_GROUP, self.config.num_heads // kv_heads)
 
     def _attend(
         self, q: NamedArray, k: NamedArray, v: NamedArray, segment_ids: NamedArray | None, window: int | None

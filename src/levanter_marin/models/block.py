@@ -13,7 +13,8 @@ from levanter_marin.config import AttentionConfig, ConvSite, MoeConfig, ShortCon
 from levanter_marin.layers.attention import Attention, AttentionContext
 from levanter_marin.layers.mlp import SwiGlu
 from levanter_marin.layers.norms import GatedNorm, RmsNorm
-from levanter_marin.layers.short_conv import ShortConv
+from levanter_marin.layers.page_cache import LayerPageCache, PagedTokens
+from levanter_marin.layers.short_conv import ShortConv, decode_at_site
 from levanter_marin.moe.latent_moe import LatentMoe
 from levanter_marin.moe.statistics import RoutingStatistics
 
@@ -74,15 +75,35 @@ class Block(eqx.Module):
         """x: {batch..., position, embed}, the residual stream; returned updated."""
         attn_out = self.self_attn(self.attention_input(x), kind, context)
         x = x + self._convolve(self.sconv_attn, attn_out, context)
-        mlp_in = self.mlp_input(x)
-        mlp_out, statistics = self.mlp(mlp_in, context.token_valid)
-        for shared in self.shared_experts:
-            mlp_out = mlp_out + shared(mlp_in)
+        mlp_out, statistics = self.mlp_output(x, context.token_valid)
         return x + self._convolve(self.sconv_mlp, mlp_out, context), statistics
+
+    @named_call
+    def decode(
+        self, x: NamedArray, kind: LayerKind, cache: LayerPageCache, tokens: PagedTokens
+    ) -> tuple[NamedArray, LayerPageCache]:
+        """x: {position, embed}, the next tokens of several sequences; as `__call__` over each whole sequence.
+
+        The router bias stays as it is, and every expert computes all that it is given.
+        """
+        attn_out, cache = self.self_attn.decode(self.attention_input(x), kind, cache, tokens)
+        attn_out, cache = decode_at_site(ConvSite.attn, self.sconv_attn, attn_out, cache, tokens)
+        x = x + attn_out
+        mlp_out, _ = self.mlp_output(x, tokens.valid)
+        mlp_out, cache = decode_at_site(ConvSite.mlp, self.sconv_mlp, mlp_out, cache, tokens)
+        return x + mlp_out, cache
 
     def attention_input(self, x: NamedArray) -> NamedArray:
         h = self.input_layernorm(x)
         return h if self.attn_gated_norm is None else self.attn_gated_norm(h)
+
+    def mlp_output(self, x: NamedArray, token_valid: NamedArray | None) -> tuple[NamedArray, RoutingStatistics]:
+        """Routed and shared experts of the residual stream x, before the convolution."""
+        mlp_in = self.mlp_input(x)
+        mlp_out, statistics = self.mlp(mlp_in, token_valid)
+        for shared in self.shared_experts:
+            mlp_out = mlp_out + shared(mlp_in)
+        return mlp_out, statistics
 
     def mlp_input(self, x: NamedArray) -> NamedArray:
         h = self.post_attention_layernorm(x)

@@ -16,17 +16,20 @@ from haliax import Axis, NamedArray, ScanCheckpointPolicy
 from haliax.jax_utils import maybe_rng_split, named_call, shaped_rng_split
 from haliax.nn.scan import BlockSeq, Stacked
 from jaxtyping import PRNGKeyArray
+from levanter.inference.page_table import PageBatchInfo, PageTableSpec
 from levanter.layers.attention import AttentionMask
+from levanter.layers.kv_cache import KvPageCache, ListCache
 from levanter.metrics import Metric
 from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel, resize_embeddings_and_lm_head
 from levanter.models.loss import maybe_fused_next_token_loss
 
 from levanter_marin import axes
-from levanter_marin.config import AttentionConfig, MoeConfig, ShortConvConfig
+from levanter_marin.config import AttentionConfig, ConvSite, MoeConfig, ShortConvConfig
 from levanter_marin.layers.attention import AttentionContext
 from levanter_marin.layers.embedding import NormedEmbedding
 from levanter_marin.layers.linear import truncated_normal_linear
 from levanter_marin.layers.norms import GatedNorm, RmsNorm
+from levanter_marin.layers.page_cache import ConvPageCache, LayerPageCache, PagedTokens
 from levanter_marin.models import parameter_counts
 from levanter_marin.models.block import Block
 from levanter_marin.models.transformer import run_layers
@@ -135,8 +138,39 @@ class MarinMoeTransformer(eqx.Module):
     @named_call
     def __call__(self, x: NamedArray, context: AttentionContext) -> tuple[NamedArray, RoutingStatistics]:
         x, statistics = run_layers(self.layers, self.config.layer_kinds, self.config.global_every, x, context)
+        return self._final_norm(x), statistics
+
+    @named_call
+    def decode(
+        self, x: NamedArray, caches: ListCache[LayerPageCache], tokens: PagedTokens
+    ) -> tuple[NamedArray, ListCache[LayerPageCache]]:
+        """x: {position, embed}, the next tokens of several sequences.
+
+        Layers are unrolled: caches that travel through a scan would be copied at every step.
+        """
+        updated = []
+        for i, (kind, cache) in enumerate(zip(self.config.layer_kinds, caches, strict=True)):
+            x, cache = self.layers.get_layer(i).decode(x, kind, cache, tokens)
+            updated.append(cache)
+        return self._final_norm(x), ListCache.from_iterable(updated)
+
+    def initial_cache(self, spec: PageTableSpec, dtype: jnp.dtype) -> ListCache[LayerPageCache]:
+        attention, conv = self.config.attention, self.config.short_conv
+        of_heads = (attention.KvHeads, attention.HeadSize)
+        channels = {site: of_heads if site in (ConvSite.k, ConvSite.v) else self.config.Embed for site in conv.sites}
+
+        def layer_cache(kind: axes.LayerKind) -> LayerPageCache:
+            KvHeads = attention.KvHeads.resize(attention.kv_heads_used(kind))
+            return LayerPageCache(
+                KvPageCache.init(spec, KvHeads, attention.HeadSize, dtype=dtype),
+                {site: ConvPageCache.init(spec, conv.Tap, channels[site], dtype) for site in conv.sites},
+            )
+
+        return ListCache.from_iterable(layer_cache(kind) for kind in self.config.layer_kinds)
+
+    def _final_norm(self, x: NamedArray) -> NamedArray:
         x = self.norm(x)
-        return (x if self.final_gated_norm is None else self.final_gated_norm(x)), statistics
+        return x if self.final_gated_norm is None else self.final_gated_norm(x)
 
 
 class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
@@ -191,6 +225,38 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
 
     def get_lm_head(self) -> NamedArray:
         return self.lm_head.weight
+
+    def initial_cache(self, spec: PageTableSpec, *, dtype: jnp.dtype) -> ListCache[LayerPageCache]:
+        """Empty page caches, one a layer: a local layer stores its KV heads, a global one its own, fewer ones."""
+        return hax.auto_sharded(self.transformer.initial_cache(spec, dtype))
+
+    @named_call
+    def decode(
+        self,
+        input_ids: NamedArray,
+        kv_cache: ListCache[LayerPageCache],
+        batch_info: PageBatchInfo,
+        pos_ids: NamedArray,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[NamedArray, ListCache[LayerPageCache]]:
+        """One step of prefill or decoding, as Levanter's inference engine wants it. No gradient.
+
+        Args:
+            input_ids: tokens {position} of several sequences, one behind the other, then padding. Tokens of one
+                sequence are consecutive and follow those of its earlier steps.
+            kv_cache: `initial_cache`, or what the last step returned.
+            batch_info: the pages of those sequences.
+            pos_ids: position of each token in its sequence {position}.
+
+        Returns:
+            Logits {position, vocab}, those of a full forward pass over each sequence up to rounding (and up to the
+            cache's dtype), without meaning for padding; and the cache with these tokens in it.
+        """
+        tokens = PagedTokens.create(batch_info, pos_ids)
+        x = self.embeddings(hax.where(tokens.valid, input_ids, 0))
+        x, kv_cache = self.transformer.decode(x, kv_cache, tokens)
+        return hax.dot(x, self.get_lm_head(), axis=self.Embed), kv_cache
 
     # upstream's signature has no place for the metrics that its trainer accepts beside a loss
     def compute_next_token_loss(  # pyrefly: ignore[bad-override]

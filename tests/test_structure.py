@@ -23,6 +23,7 @@ IMPORT_ORDER = """
     documents
     corpus
     tracker
+    eval_prefix
     layers.linear
     layers.materialized
     layers.norms
@@ -60,7 +61,13 @@ IMPORT_ORDER = """
     optim.scaling
     optim.config
     optim.horizon
+    schedule.render
+    schedule.reads
+    schedule.record
+    schedule.metrics
+    schedule.driver
     analysis.counts
+    analysis.plots
     registration
     _autoload
     _shims.levanter_marin_plugin
@@ -69,10 +76,15 @@ IMPORT_ORDER = """
     cli.train_config
     cli.preflight
     cli.training
+    cli.stage_tables
+    cli.stage_picture
+    cli.stage_evaluation
+    cli.staged_run
     cli.corpus
     cli.describe
     cli.groups
     cli.train
+    cli.stages
     cli.main
     __main__
 """.split()

@@ -22,6 +22,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("levanter_marin.cli.train", "train a model with Levanter's train_lm"),
+    "stages": Command("levanter_marin.cli.stages", "train at growing sequence lengths, from one config"),
     "describe": Command("levanter_marin.cli.describe", "print layers, parameter counts and FLOPs of a config"),
     "groups": Command("levanter_marin.cli.groups", "print how the hyperball optimizer trains each parameter"),
     "corpus": Command("levanter_marin.cli.corpus", "make a training corpus and its tokenizer, without network"),

@@ -21,6 +21,8 @@ import levanter_marin.registration  # noqa: F401
 from levanter_marin.cli import misspellings
 from levanter_marin.cli.errors import UserError, did_you_mean
 
+STAGES_KEY = "context_stages"
+
 # Fields for which a bare name stands for {type: name}.
 _NAMEABLE = (("model",), ("optimizer",), ("trainer", "tracker"))
 
@@ -38,14 +40,27 @@ def load_train_config(config_path: str, overrides: list[str]) -> TrainLmConfig:
     Raises:
         UserError: the file is absent or no YAML mapping, an option, type or field is unknown, a value is refused.
     """
+    raw = load_raw_config(config_path, overrides)
+    if STAGES_KEY in raw:
+        raise UserError(f"{config_path} has {STAGES_KEY}; run it with `levanter-marin stages {config_path}`")
+    return decode_train_config(raw, config_path)
+
+
+def load_raw_config(config_path: str, overrides: list[str]) -> dict[str, Any]:
+    """The config as a plain mapping: file and overrides merged, bare names expanded, nothing decoded."""
     raw = _read(find_config(config_path))
     _expand_bare_names(raw)
     changes = _parse(overrides)
     if "tracker" in changes.get("trainer", {}) and isinstance(raw.get("trainer"), dict):
         raw["trainer"].pop("tracker", None)  # merged, the fields of two trackers would not fit together
     # A bare name among the overrides replaces the whole mapping of the file, so it is expanded after merging.
-    raw = mergedeep.merge(raw, changes)
+    mergedeep.merge(raw, changes)
     _expand_bare_names(raw)
+    return raw
+
+
+def decode_train_config(raw: dict[str, Any], config_path: str) -> TrainLmConfig:
+    """`raw` as `TrainLmConfig`; errors as `load_train_config`, in the name of `config_path`."""
     try:
         return draccus.decode(TrainLmConfig, raw)
     except DraccusException as error:

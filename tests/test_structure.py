@@ -45,7 +45,13 @@ IMPORT_ORDER = """
     moe.dispatch.plan
     moe.statistics
     moe.dispatch.reference
+    moe.dispatch.rows
+    moe.dispatch.transport
+    moe.dispatch.sharded
     moe.dispatch.local
+    moe.dispatch.expert_parallel
+    moe.dispatch.ragged_all_to_all
+    moe.dispatch.padded_all_to_all
     moe.dispatch.api
     moe.latent_moe
     models.block

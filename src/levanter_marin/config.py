@@ -6,7 +6,7 @@
 Each sub-config checks itself; `levanter_marin.models.marin_moe.MarinMoeConfig` checks what spans two of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from haliax import Axis
@@ -59,10 +59,12 @@ class QuantileEstimator(StrEnum):
 
 
 class DispatchImplementation(StrEnum):
-    """`auto` takes the best backend that runs on the current mesh."""
+    """`auto` takes the best backend that runs on the current mesh; any other name means that one or an error."""
 
     auto = "auto"
     local = "local"
+    ragged_all_to_all = "ragged_all_to_all"
+    padded_all_to_all = "padded_all_to_all"
     reference = "reference"
 
 
@@ -193,18 +195,39 @@ class QuantileBalancingConfig:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """How tokens reach their experts."""
+    """How tokens reach their experts. Only all-to-all backends have a capacity; local dispatch is dropless."""
 
     implementation: DispatchImplementation = DispatchImplementation.auto
-    capacity_factor: float = 1.15
-    """Receive-buffer size of an expert-parallel training step, over a balanced load. Local dispatch is dropless."""
+    capacity_factor: float | None = 1.15
+    """Rows a device can receive in a training step, over a balanced load; null drops nothing, at more memory.
+
+    Read as the nearest fraction with a denominator of at most 1000."""
+    eval_capacity_factor: float | None = None
+    """The same outside training. Null is dropless, so that a loss does not depend on what shares its batch."""
+    expert_chunks: int = 2
+    """Parts of a device's experts that are exchanged and computed in turn, each with its share of the capacity; 1
+    where the number of experts on a device is no multiple of it."""
+    drop_warning_fraction: float = 0.01
+    """A layer that drops more of its valid assignments is counted in the metric `moe/layers_over_drop_warning`."""
 
     def __post_init__(self):
-        if self.capacity_factor <= 0:
+        _require_positive("dispatch", expert_chunks=self.expert_chunks)
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            # the smallest fraction of denominator 1000 that does not round to zero
+            if factor is not None and factor < 0.001:
+                raise ValueError(
+                    f"dispatch.{name}={factor} must be positive, at least 0.001; "
+                    "published: 1.15, balanced load without slack: 1.0, dropless: null"
+                )
+        if not 0.0 <= self.drop_warning_fraction <= 1.0:
             raise ValueError(
-                f"dispatch.capacity_factor={self.capacity_factor} must be positive; "
-                "published: 1.15, balanced load without slack: 1.0"
+                f"dispatch.drop_warning_fraction={self.drop_warning_fraction} must lie in [0, 1]; 1 never warns"
             )
+
+    def for_evaluation(self) -> "DispatchConfig":
+        """The same with the capacity of evaluation."""
+        return replace(self, capacity_factor=self.eval_capacity_factor)
 
 
 @dataclass(frozen=True)

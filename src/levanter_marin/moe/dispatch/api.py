@@ -3,6 +3,8 @@
 
 """Tokens to their experts and back: one entry point over a table of backends."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -12,14 +14,22 @@ from haliax import NamedArray
 
 from levanter_marin import axes
 from levanter_marin.config import DispatchConfig, DispatchImplementation
+from levanter_marin.moe.dispatch.expert_parallel import why_not_expert_parallel
 from levanter_marin.moe.dispatch.local import dispatch_local
+from levanter_marin.moe.dispatch.padded_all_to_all import dispatch_padded_all_to_all
 from levanter_marin.moe.dispatch.plan import DispatchCounts
+from levanter_marin.moe.dispatch.ragged_all_to_all import dispatch_ragged_all_to_all
 from levanter_marin.moe.dispatch.reference import dispatch_reference
+from levanter_marin.moe.dispatch.sharded import mesh_shape
 from levanter_marin.moe.experts import ExpertBank
+
+logger = logging.getLogger(__name__)
 
 _BACKENDS: Mapping[DispatchImplementation, Callable[..., tuple[NamedArray, DispatchCounts]]] = MappingProxyType(
     {
         DispatchImplementation.local: dispatch_local,
+        DispatchImplementation.ragged_all_to_all: dispatch_ragged_all_to_all,
+        DispatchImplementation.padded_all_to_all: dispatch_padded_all_to_all,
         DispatchImplementation.reference: dispatch_reference,
     }
 )
@@ -62,5 +72,27 @@ def dispatch_experts(
         token_valid = hax.ones(hax.axis.without_axes(x.axes, axes.LATENT), dtype=jnp.bool_)
     implementation = config.implementation
     if implementation is DispatchImplementation.auto:
-        implementation = DispatchImplementation.local
+        implementation = best_implementation()
     return _BACKENDS[implementation](x, bank, selected_experts, combine_weights, token_valid, config)
+
+
+def best_implementation() -> DispatchImplementation:
+    """What `auto` means under the current mesh and axis mapping; logged once for each answer.
+
+    Ragged all-to-all where experts are spread over more than one device of the mesh axis `expert`, else local.
+    """
+    reason = why_not_expert_parallel()
+    size = mesh_shape().get(axes.EXPERT_MESH_AXIS, 1)
+    if reason is None and size == 1:
+        reason = f"the mesh axis `{axes.EXPERT_MESH_AXIS}` has size 1"
+    if reason is None:
+        choice, reason = DispatchImplementation.ragged_all_to_all, f"experts are spread over {size} devices"
+    else:
+        choice = DispatchImplementation.local
+    _announce(choice, reason)
+    return choice
+
+
+@functools.cache
+def _announce(choice: DispatchImplementation, reason: str) -> None:
+    logger.info("dispatch.implementation auto is %s: %s", choice, reason)

@@ -9,14 +9,19 @@ values only and writes them when the run ends well.
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from levanter.tracker.json_logger import JsonLoggerTracker
 from levanter.tracker.tracker import NoopTracker, Tracker, TrackerConfig
 
+logger = logging.getLogger(__name__)
+
 _TAIL_BYTES = 1 << 20  # more than any record
+_DROP_WARNING = "train/moe/layers_over_drop_warning"
 
 
 class JsonLinesTracker(JsonLoggerTracker):
@@ -32,9 +37,24 @@ class JsonLinesTracker(JsonLoggerTracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_record(path)
         self.handler = logging.FileHandler(path, mode="a", encoding="utf-8")
-        logger = logging.Logger(self.name)  # not from getLogger: two runs of one process must not share handlers
-        logger.addHandler(self.handler)
-        super().__init__(logger)
+        records = logging.Logger(self.name)  # not from getLogger: two runs of one process must not share handlers
+        records.addHandler(self.handler)
+        super().__init__(records)
+        self._dropping = False
+
+    def log(self, metrics: Mapping[str, Any], *, step: int | None, commit: bool | None = None):
+        """Also warns in the log when layers start to drop more assignments than their config tolerates."""
+        super().log(metrics, step=step, commit=commit)
+        if _DROP_WARNING in metrics:
+            layers = int(metrics[_DROP_WARNING])
+            if layers > 0 and not self._dropping:
+                logger.warning(
+                    "step %s: %d layers drop more than moe.dispatch.drop_warning_fraction of their assignments; "
+                    "see train/moe/drop_fraction, and raise moe.dispatch.capacity_factor if this lasts",
+                    step,
+                    layers,
+                )
+            self._dropping = layers > 0
 
     def finish(self):
         super().finish()

@@ -105,7 +105,7 @@ def test_dispatch_counts_of_padded_tokens_add_up_exactly(implementation, mesh):
     assert [int(c.array) for c in counts] == [40 * 2, 0, 0, 24 * 2]
 
 
-@pytest.mark.parametrize(("implementation", "mesh"), NAMED)
+@pytest.mark.parametrize(("implementation", "mesh"), NAMED[:2])
 def test_dispatch_with_padding_equals_the_tokens_alone(implementation, mesh):
     x, bank, selected, weights, token_valid, d_out = padded = cases.case("padding")
     some = {"position": slice(3, 8)}
@@ -158,7 +158,7 @@ def test_sum_of_experts_every_implementation_equals_reference(implementation):
     cases.assert_close(actual, (*per_token, *d_matrices), TOLERANCE[jnp.float32])
 
 
-@pytest.mark.parametrize(("implementation", "mesh"), NAMED)
+@pytest.mark.parametrize(("implementation", "mesh"), NAMED[:2])
 def test_dispatch_gradient_equals_finite_difference_in_float64(implementation, mesh):
     with jax.enable_x64(True), cases.on_mesh(mesh):
         x, bank, selected, weights, token_valid, d_out = cases.case("padding")

@@ -88,7 +88,7 @@ def _routing(sizes, seed, skew, share_valid):
 
 def _check_exchange(sizes, factor, selected, valid, accepted, by_shard, plans):
     """Rows arrive sorted by expert and then by sender, go back to where they came from, and nothing else moves."""
-    shards, _, top, experts, _ = sizes
+    shards, _, _, experts, _ = sizes
     shape = _shape(*sizes, factor)
     local = experts // shards
     # a row is named by its shard and its place in the shard's sorted rows

@@ -134,11 +134,16 @@ def _layers(seed: int) -> RoutingStatistics:
 def _readings_by_hand(statistics: RoutingStatistics) -> dict[str, np.ndarray]:
     """Per layer, what each metric reads."""
     load, bias, counts = numpy(statistics.expert_load), numpy(statistics.bias), statistics.dispatch
-    dropped = numpy(counts.sender_dropped) + numpy(counts.receiver_dropped)
+    sender, receiver = numpy(counts.sender_dropped), numpy(counts.receiver_dropped)
+    valid = np.maximum(numpy(counts.kept) + sender + receiver, 1)
+    padding = numpy(counts.padding)
     return {
         "max_over_mean_load": [layer.max() / layer.mean() if layer.any() else 0 for layer in load],
         "dead_experts": (load == 0).sum(1),
-        "drop_fraction": [d / (d + k) if d + k else 0 for d, k in zip(dropped, numpy(counts.kept), strict=True)],
+        "drop_fraction": (sender + receiver) / valid,
+        "sender_drop_fraction": sender / valid,
+        "receiver_drop_fraction": receiver / valid,
+        "padding_fraction": padding / (numpy(counts.kept) + sender + receiver + padding),
         "bias_range": bias.max(1) - bias.min(1),
         **{
             name: numpy(getattr(statistics, name))
@@ -154,7 +159,10 @@ def test_training_metrics_aggregates_equal_the_mean_and_the_worst_of_the_layers(
         worst, reduction = ("min", np.min) if name == "routing_entropy" else ("max", np.max)
         expected |= {f"moe/{name}/layer_{i:02d}": value for i, value in enumerate(per_layer)}
         expected |= {f"moe/{name}/mean": np.mean(per_layer), f"moe/{name}/{worst}": reduction(per_layer)}
-    metrics = {name: float(m) for name, m in training_metrics(statistics, Layers).items()}
+    dropping = expected["moe/drop_fraction/layer_01"]
+    assert 0 < dropping < expected["moe/drop_fraction/layer_00"]
+    expected["moe/layers_over_drop_warning"] = 1
+    metrics = {name: float(m) for name, m in training_metrics(statistics, Layers, dropping).items()}
     assert metrics == pytest.approx(expected, rel=RTOL)
 
 

@@ -34,11 +34,13 @@ class AttentionContext(eqx.Module):
             document a row.
         pos_ids: absolute position in the row, {position} or {batch..., position}; only rotary embeddings read it.
         window: keys that the caller's mask allows in every layer; None is all of them.
+        training: whether routed experts have the capacity of training, or that of evaluation.
     """
 
     segment_ids: NamedArray | None
     pos_ids: NamedArray
     window: int | None = eqx.field(static=True, default=None)
+    training: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def create(Pos: Axis, mask: AttentionMask | NamedArray | None, pos_ids: NamedArray | None) -> "AttentionContext":

@@ -75,7 +75,7 @@ class Block(eqx.Module):
         """x: {batch..., position, embed}, the residual stream; returned updated."""
         attn_out = self.self_attn(self.attention_input(x), kind, context)
         x = x + self._convolve(self.sconv_attn, attn_out, context)
-        mlp_out, statistics = self.mlp_output(x, context.token_valid)
+        mlp_out, statistics = self.mlp_output(x, context.token_valid, training=context.training)
         return x + self._convolve(self.sconv_mlp, mlp_out, context), statistics
 
     @named_call
@@ -97,10 +97,12 @@ class Block(eqx.Module):
         h = self.input_layernorm(x)
         return h if self.attn_gated_norm is None else self.attn_gated_norm(h)
 
-    def mlp_output(self, x: NamedArray, token_valid: NamedArray | None) -> tuple[NamedArray, RoutingStatistics]:
+    def mlp_output(
+        self, x: NamedArray, token_valid: NamedArray | None, *, training: bool = False
+    ) -> tuple[NamedArray, RoutingStatistics]:
         """Routed and shared experts of the residual stream x, before the convolution."""
         mlp_in = self.mlp_input(x)
-        mlp_out, statistics = self.mlp(mlp_in, token_valid)
+        mlp_out, statistics = self.mlp(mlp_in, token_valid, training=training)
         for shared in self.shared_experts:
             mlp_out = mlp_out + shared(mlp_in)
         return mlp_out, statistics

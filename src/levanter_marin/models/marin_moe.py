@@ -215,12 +215,16 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
         attn_mask: AttentionMask | NamedArray | None = None,
         *,
         pos_ids: NamedArray | None = None,
+        training: bool = False,
     ) -> tuple[NamedArray, RoutingStatistics]:
         """As `activations`, with what each layer's router did.
 
+        Expert-parallel layers have the capacity of evaluation, `moe.dispatch.eval_capacity_factor`, which by default
+        drops nothing; with `training` that of `moe.dispatch.capacity_factor`.
         A token whose segment id is negative is padding: routed experts leave it out, and so does every statistic.
         """
         context = AttentionContext.create(input_ids.resolve_axis(axes.POSITION), attn_mask, pos_ids)
+        context = dataclasses.replace(context, training=training)
         return self.transformer(self.embeddings(input_ids), context)
 
     def get_lm_head(self) -> NamedArray:
@@ -274,9 +278,12 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
 
         Returns:
             (loss, metrics) in a training step, which is a call with a key and the default reduction; the loss alone
-            otherwise. Auxiliary router terms are among the metrics and never in the loss.
+            otherwise. Auxiliary router terms are among the metrics and never in the loss. A call without a key is
+            an evaluation: dropless by default, also on an expert-parallel mesh.
         """
-        activations, statistics = self.activations_and_statistics(example.tokens, example.attn_mask)
+        activations, statistics = self.activations_and_statistics(
+            example.tokens, example.attn_mask, training=key is not None
+        )
         loss = maybe_fused_next_token_loss(
             self.Pos,
             self.Embed,
@@ -293,7 +300,7 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
         )
         if key is None or reduction is not hax.mean or reduction_axis is not None:
             return loss
-        return loss, training_metrics(statistics, self.config.Layers)
+        return loss, training_metrics(statistics, self.config.Layers, self.config.moe.dispatch.drop_warning_fraction)
 
     def resize_vocab(self, new_size: int, key: PRNGKeyArray | None = None) -> "MarinMoeLMHeadModel":
         embeddings, lm_head = resize_embeddings_and_lm_head(self.Vocab, self.embeddings, self.lm_head, new_size, key)

@@ -53,12 +53,15 @@ class LatentMoe(eqx.Module):
         )
 
     @named_call
-    def __call__(self, x: NamedArray, token_valid: NamedArray | None) -> tuple[NamedArray, RoutingStatistics]:
+    def __call__(
+        self, x: NamedArray, token_valid: NamedArray | None, *, training: bool = False
+    ) -> tuple[NamedArray, RoutingStatistics]:
         """Route and compute.
 
         Args:
             x: {batch..., position, embed}, normalised.
             token_valid: bool {batch..., position}; padding gets a zero output, is sent nowhere and counted nowhere.
+            training: take the capacity of training, instead of that of evaluation.
 
         Returns:
             the routed output with the axes and dtype of x, and this step's statistics. Differentiating through the
@@ -68,8 +71,9 @@ class LatentMoe(eqx.Module):
         routing = self.router(x)
         x = self._balance(x, routing, token_valid)
         latent = self.to_latent(x, Embed)
+        dispatch = self.config.dispatch if training else self.config.dispatch.for_evaluation()
         out, counts = dispatch_experts(
-            latent, self.experts, routing.selected_experts, routing.combine_weights, token_valid, self.config.dispatch
+            latent, self.experts, routing.selected_experts, routing.combine_weights, token_valid, dispatch
         )
         statistics = RoutingStatistics.measure(routing, self.router.bias.value(), token_valid, counts, self.config)
         return self.from_latent(out, Embed), statistics

@@ -78,16 +78,24 @@ class _Reading(NamedTuple):
     over_layers: tuple[str, ...]
 
 
-def training_metrics(statistics: RoutingStatistics, Layers: Axis) -> dict[str, Metric]:
+def training_metrics(
+    statistics: RoutingStatistics, Layers: Axis, drop_warning_fraction: float = 1.0
+) -> dict[str, Metric]:
     """Metrics of a step under `moe/...`, each per layer and over layers; scalars, no host callback.
 
-    A drop fraction is over valid assignments. `dead_experts` counts experts without a token in a microbatch.
+    Drop fractions are over valid assignments, the padding fraction is over all. `layers_over_drop_warning` counts
+    layers whose drop fraction is above `drop_warning_fraction`. `dead_experts` counts experts without a token in a
+    microbatch.
     """
     load = statistics.expert_load
     mean_load = hax.maximum(hax.mean(load, axis=axes.ROUTER_EXPERTS), LOG_EPS)
     counts = statistics.dispatch
-    dropped = (counts.sender_dropped + counts.receiver_dropped).astype(jnp.float32)
-    valid = hax.maximum(counts.kept.astype(jnp.float32) + dropped, 1.0)
+    num_valid = counts.kept + counts.sender_dropped + counts.receiver_dropped
+    valid = hax.maximum(num_valid, 1).astype(jnp.float32)
+    sender, receiver = (
+        count.astype(jnp.float32) / valid for count in (counts.sender_dropped, counts.receiver_dropped)
+    )
+    padding = counts.padding.astype(jnp.float32) / hax.maximum(num_valid + counts.padding, 1).astype(jnp.float32)
     bias_range = hax.max(statistics.bias, axis=axes.ROUTER_EXPERTS) - hax.min(
         statistics.bias, axis=axes.ROUTER_EXPERTS
     )
@@ -98,7 +106,10 @@ def training_metrics(statistics: RoutingStatistics, Layers: Axis) -> dict[str, M
         "dead_experts": _Reading(
             hax.sum((load == 0).astype(jnp.float32), axis=axes.ROUTER_EXPERTS), mean, ("mean", "max")
         ),
-        "drop_fraction": _Reading(dropped / valid, mean, ("mean", "max")),
+        "drop_fraction": _Reading(sender + receiver, mean, ("mean", "max")),
+        "sender_drop_fraction": _Reading(sender, mean, ("mean", "max")),
+        "receiver_drop_fraction": _Reading(receiver, mean, ("mean", "max")),
+        "padding_fraction": _Reading(padding, mean, ("mean", "max")),
         "router_z_loss": _Reading(statistics.router_z_loss, mean, ("mean", "max")),
         "load_balancing_loss": _Reading(statistics.load_balancing_loss, mean, ("mean", "max")),
         "bias_range": _Reading(bias_range, largest, ("mean", "max")),
@@ -110,6 +121,8 @@ def training_metrics(statistics: RoutingStatistics, Layers: Axis) -> dict[str, M
             metrics[f"moe/{name}/{over}"] = (reduce[over](reading.value, axis=Layers), reading.over_microbatches)
         for i in range(Layers.size):
             metrics[f"moe/{name}/layer_{i:02d}"] = (reading.value[Layers, i], reading.over_microbatches)
+    over_warning = hax.sum((sender + receiver > drop_warning_fraction).astype(jnp.float32), axis=Layers)
+    metrics["moe/layers_over_drop_warning"] = (over_warning, largest)
     return {
         name: Metric.from_value(value.scalar().astype(jnp.float32), reduction)
         for name, (value, reduction) in metrics.items()

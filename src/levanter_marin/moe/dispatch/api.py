@@ -69,7 +69,9 @@ def dispatch_experts(
         ValueError: the backend can't run under the current mesh and mapping.
     """
     if token_valid is None:
-        token_valid = hax.ones(hax.axis.without_axes(x.axes, axes.LATENT), dtype=jnp.bool_)
+        token_axes = hax.axis.without_axes(x.axes, axes.LATENT)
+        # not `hax.ones`, which would already shard it and fail less legibly
+        token_valid = hax.named(jnp.ones([axis.size for axis in token_axes], jnp.bool_), token_axes)
     implementation = config.implementation
     if implementation is DispatchImplementation.auto:
         implementation = best_implementation()

@@ -6,6 +6,7 @@
 from haliax import NamedArray
 
 from levanter_marin import axes
+from levanter_marin.moe.dispatch.plan import local_expert_count
 from levanter_marin.moe.dispatch.sharded import mesh_axes, mesh_shape, token_mesh_axes
 
 _AXIS = axes.EXPERT_MESH_AXIS
@@ -27,11 +28,12 @@ def why_not_expert_parallel() -> str | None:
     return None
 
 
-def require_expert_parallel(x: NamedArray) -> int:
+def require_expert_parallel(x: NamedArray, num_experts: int) -> int:
     """The number of devices that the experts are spread over.
 
     Raises:
-        ValueError: experts are not spread over the mesh axis `expert`, or the tokens of `x` are not.
+        ValueError: experts are not spread over the mesh axis `expert` or do not divide, or the tokens of `x` are not
+            spread over it.
     """
     reason = why_not_expert_parallel()
     if reason is not None:
@@ -40,7 +42,8 @@ def require_expert_parallel(x: NamedArray) -> int:
     of_tokens = [name for names in token_mesh_axes(x, min_size=1) for name in names]
     if _AXIS not in of_tokens:
         raise ValueError(
-            f"tokens are sharded over the mesh axes {of_tokens} and not over `{_AXIS}` of size {size}, so each would be "
-            f"sent {size} times; add {_AXIS} to trainer.mesh.compute_mapping.{axes.BATCH}"
+            f"tokens are sharded over the mesh axes {of_tokens} and not over `{_AXIS}` of size {size}, so each would "
+            f"be sent {size} times; add {_AXIS} to trainer.mesh.compute_mapping.{axes.BATCH}"
         )
+    local_expert_count(num_experts, size)
     return size

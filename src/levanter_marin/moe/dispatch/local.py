@@ -41,7 +41,7 @@ def dispatch_local(
         raise ValueError(
             f"local dispatch needs all {bank.gate_proj.Experts.size} experts on every device, but the mesh axes "
             f"{mesh_axes(axes.EXPERTS)} split them over {shard_count(mesh_axes(axes.EXPERTS))}; set the size of those "
-            "mesh axes to 1, or dispatch.implementation to auto"
+            "mesh axes to 1, or map `experts` to the mesh axis `expert` alone for an all-to-all"
         )
 
     def body(x, w_gate, w_up, w_down, selected, weights, valid):

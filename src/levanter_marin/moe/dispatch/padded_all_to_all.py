@@ -21,13 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from levanter_marin import axes
 from levanter_marin.config import DispatchConfig
 from levanter_marin.moe.dispatch.expert_parallel import require_expert_parallel
-from levanter_marin.moe.dispatch.plan import (
-    MAX_DENOMINATOR,
-    DispatchCounts,
-    local_expert_count,
-    prefix_rows,
-    sort_assignments,
-)
+from levanter_marin.moe.dispatch.plan import MAX_DENOMINATOR, DispatchCounts, prefix_rows, sort_assignments
 from levanter_marin.moe.dispatch.rows import combine, move_rows, permute
 from levanter_marin.moe.dispatch.sharded import counts_of_device, dispatch_sharded
 from levanter_marin.moe.experts import ExpertBank
@@ -65,9 +59,9 @@ def dispatch_padded_all_to_all(
         ValueError: the mesh or the mapping does not spread experts and tokens over the axis `expert`, or an axis does
             not divide.
     """
-    S = require_expert_parallel(x)
     num_experts = bank.gate_proj.Experts.size
-    L = local_expert_count(num_experts, S)
+    S = require_expert_parallel(x, num_experts)
+    L = num_experts // S
 
     def body(
         x: Float[Array, "T D"],

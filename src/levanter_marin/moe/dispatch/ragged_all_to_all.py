@@ -54,8 +54,8 @@ def dispatch_ragged_all_to_all(
         ValueError: the mesh or the mapping does not spread experts and tokens over the axis `expert`, or an axis does
             not divide.
     """
-    shards = require_expert_parallel(x)
     num_experts = bank.gate_proj.Experts.size
+    shards = require_expert_parallel(x, num_experts)
 
     def body(
         x: Float[Array, "T D"],
@@ -89,10 +89,10 @@ def dispatch_ragged_all_to_all(
             if c > 0:
                 # One chunk after the other, so that only one chunk's buffers are alive.
                 rows, returned = jax.lax.optimization_barrier((rows, returned))
-            received = send(rows, unwritten_rows(shape.chunk_rows, rows), plan.there, plan.back, _AXIS)
+            rows, received = send(rows, unwritten_rows(shape.chunk_rows, rows), plan.there, plan.back, _AXIS)
             experts = slice(c * shape.chunk_experts, (c + 1) * shape.chunk_experts)
             computed = grouped_swiglu(received, w_gate[experts], w_up[experts], w_down[experts], plan.group_sizes)
-            returned = send(computed, returned, plan.back, plan.there, _AXIS)
+            _, returned = send(computed, returned, plan.back, plan.there, _AXIS)
 
         weights = jnp.where(accepted[order.row_of_assignment], weights, 0)
         weights = weights.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -10,7 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from levanter_marin.moe.dispatch.plan import Transfer
 
@@ -60,26 +60,26 @@ def unwritten_rows(rows: int, like: Float[Array, "_ D"]) -> Float[Array, "rows D
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def send(
     rows: Float[Array, "N D"], into: Float[Array, "M D"], there: Transfer, back: Transfer, axis_name: str
-) -> Float[Array, "M D"]:
-    """Send rows as `there` says, into a buffer that keeps its other rows.
+) -> tuple[Float[Array, "N D"], Float[Array, "M D"]]:
+    """Send rows as `there` says, into a buffer that keeps its other rows; returns `rows` as they are, and the buffer.
 
-    Value: as `ragged_all_to_all`. Gradient: cotangents of rows that were sent come back along `back`, the mirror
-    image of `there`; those of rows that were not sent hold anything, as `into` does, and have to be masked. The
-    cotangent of `into` passes as it is: rows written here are not sent back a second time, because transfers into
-    one buffer write to different rows.
+    The next transfer of the same rows takes those returned, and the next one into the same buffer takes that one. So
+    the gradient is the mirror image: the cotangent of the buffer passes as it is, and its rows that were written here
+    come back along `back` into the cotangent of the rows returned.
+
+    Gradient: of rows that are sent by one of these transfers; of the others it holds what nothing may depend on, as a
+    buffer does where nothing was written. Transfers in such a chain must send different rows to different places.
     """
-    return ragged_all_to_all(rows, into, there, axis_name)
+    return rows, ragged_all_to_all(rows, into, there, axis_name)
 
 
 def _send_fwd(rows, into, there, back, axis_name):
-    shape_of_rows = jnp.zeros((rows.shape[0], 0), rows.dtype)
-    return send(rows, into, there, back, axis_name), (shape_of_rows, back)
+    return send(rows, into, there, back, axis_name), back
 
 
-def _send_bwd(axis_name, residuals, d_out):
-    shape_of_rows, back = residuals
-    d_rows = ragged_all_to_all(d_out, unwritten_rows(shape_of_rows.shape[0], d_out), back, axis_name)
-    return d_rows.astype(shape_of_rows.dtype), d_out, None, None
+def _send_bwd(axis_name, back, cotangents):
+    d_rows, d_buffer = cotangents
+    return ragged_all_to_all(d_buffer, d_rows, back, axis_name), d_buffer, None, None
 
 
 send.defvjp(_send_fwd, _send_bwd)

@@ -10,13 +10,20 @@ SLOW_TEST_TIMEOUT := 900
 BIN := .venv/bin
 PYTHON_FOLDERS := $(wildcard src tests benchmarks examples)
 
-.PHONY: train test test-slow lint format corpus install lock
+.PHONY: train stages test test-slow lint format corpus install lock
 
 # Train on the corpus under runs/corpus, which is built from Python's own source if there is none.
 # make train CONFIG=config/other.yaml ARGS="--trainer.num_train_steps 100"
 train: install
 	@test -d runs/corpus || $(BIN)/levanter-marin corpus
 	$(BIN)/levanter-marin train $(CONFIG) $(ARGS)
+
+# Train at 256, then 1024, then 4096 tokens of context. The same command continues a run that was stopped.
+STAGES_CONFIG ?= config/stages/marin_moe_nano.yaml
+
+stages: install
+	@test -d runs/corpus || $(BIN)/levanter-marin corpus
+	$(BIN)/levanter-marin stages $(STAGES_CONFIG) $(ARGS)
 
 # make corpus CORPUS_ARGS="--input my_texts/ --output runs/my_corpus"
 corpus: install

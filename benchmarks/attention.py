@@ -3,7 +3,8 @@
 
 """Blockwise attention on the current device, forward and backward: speed, length scaling, memory.
 
-1. Against Levanter's vanilla attention, at the shapes of two presets, results compared in the same run.
+1. Against Levanter's vanilla attention, at the shapes of two presets and at 4k and 16k tokens, results compared in
+   the same run.
 2. A local layer at growing lengths and a constant number of tokens; target: tokens/s within 25 % of each other.
 3. Temporary memory of a global layer at growing lengths, from the compiler; target: bytes a token stay constant.
 
@@ -49,6 +50,11 @@ SHAPES = {
     "d256 global": Shape(4, 512, 2, 4, None),
     "nano local": Shape(8, 256, 2, 2, 64),
     "nano global": Shape(8, 256, 1, 4, None),
+    "4k local": Shape(1, 4096, 2, 2, 64),
+    "4k global": Shape(1, 4096, 1, 4, None),
+    # one head: vanilla attention holds several arrays of [heads, length, length]
+    "16k local": Shape(1, 16384, 1, 1, 64),
+    "16k global": Shape(1, 16384, 1, 1, None),
 }
 
 

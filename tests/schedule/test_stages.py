@@ -9,6 +9,7 @@ import pytest
 from levanter.data.text.datasets import BlockShuffleConfig
 
 from levanter_marin.schedule.stages import (
+    Capacity,
     QkMult,
     Run,
     StageConfig,
@@ -106,6 +107,11 @@ def test_stage_fields_override_those_of_the_config():
     last = plan_stages([*SMALL_STAGES[:2], changed], SMALL).stages[-1]
     assert (last.batch, last.qk_mult, last.capacity_factor) == (2, 1.3, 2.0)
     assert last.optimizer == {"learning_rate": 0.1}
+
+
+def test_stage_without_capacity_limit_drops_nothing():
+    last = plan_stages([*SMALL_STAGES[:2], StageConfig(1024, capacity_factor=Capacity.dropless)], SMALL).stages[-1]
+    assert last.capacity_factor is None
 
 
 def run(**changes):

@@ -42,7 +42,7 @@ def print_plan(plan: Plan) -> None:
             f"{stage.tokens_per_step:,}",
             short(stage.tokens),
             _number(stage.qk_mult, ".4f"),
-            _number(stage.capacity_factor, ".3g"),
+            "dropless" if stage.capacity_factor is None else f"{stage.capacity_factor:.3g}",
         )
         for stage in plan.stages
     ]

@@ -133,9 +133,8 @@ def eval_config(rendered: Mapping[str, Any], first: Stage, checkpoint: str, run_
 
 def _render_model(rendered: dict, stage: Stage) -> None:
     model = rendered.setdefault("model", {})
-    if stage.qk_mult is not None:
+    if stage.qk_mult is not None:  # a marin_moe
         model.setdefault("attention", {})["qk_mult"] = stage.qk_mult
-    if stage.capacity_factor is not None:
         model.setdefault("moe", {}).setdefault("dispatch", {})["capacity_factor"] = stage.capacity_factor
 
 

@@ -27,6 +27,13 @@ class QkMult(StrEnum):
     unchanged = "unchanged"
 
 
+class Capacity(StrEnum):
+    """`unchanged`: the model's capacity_factor; `dropless`: no limit, its null."""
+
+    unchanged = "unchanged"
+    dropless = "dropless"
+
+
 @dataclass(frozen=True)
 class Until:
     """Where a stage ends; exactly one of the three."""
@@ -49,8 +56,7 @@ class StageConfig:
     batch: int | None = None
     """Sequences a step; None keeps the tokens of a step of the first stage, whose own is trainer.train_batch_size."""
     qk_mult: float | QkMult = QkMult.rule
-    capacity_factor: float | None = None
-    """None is the model's."""
+    capacity_factor: float | Capacity = Capacity.unchanged
     train_weights: dict[str, float] | None = None
     """None is data.train_weights."""
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -71,8 +77,9 @@ class Run:
     mixture_block_size: int
     """Sequences, in every stage."""
     qk_mult: float | None = None
-    """None: the model has no such factor."""
+    """None: another model than marin_moe, without qk_mult and capacity_factor."""
     capacity_factor: float | None = None
+    """None: dropless."""
     attention_block_size: int | None = None
 
 
@@ -364,14 +371,16 @@ def _qk_mult(number: int, config: StageConfig, first_seq_len: int, run: Run) -> 
 
 
 def _capacity_factor(number: int, config: StageConfig, run: Run) -> float | None:
-    if config.capacity_factor is None:
+    if config.capacity_factor is Capacity.unchanged:
         return run.capacity_factor
-    if run.capacity_factor is None:
+    if run.qk_mult is None:
         raise ValueError(
             f"context_stages: stage {number} has capacity_factor={config.capacity_factor}, which this model lacks"
         )
+    if config.capacity_factor is Capacity.dropless:
+        return None
     if config.capacity_factor <= 0:
         raise ValueError(
             f"context_stages: stage {number} has capacity_factor={config.capacity_factor}; set it above 0"
         )
-    return config.capacity_factor
+    return float(config.capacity_factor)

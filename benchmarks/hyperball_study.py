@@ -1,0 +1,173 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Training curves of hyperball and of Levanter's Adam, each at several learning rates, on the same batches.
+
+All runs begin with the same weights and have the same schedule, so that only the optimizer differs. After the runs of
+equal length come shorter ones of the best hyperball, with a schedule as much shorter: the length at which these end at
+Adam's validation loss says how many steps hyperball saves.
+
+Every run is one file, and a run whose file exists is not repeated: the study continues where it was stopped.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from haliax import Axis
+from levanter.data.loader import stack_tree
+from levanter.main.train_lm import TrainLmConfig
+from levanter.models.lm_model import LmExample
+from levanter.optim.config import AdamConfig, OptimizerConfig
+from levanter.schedule import BatchSchedule
+from levanter.trainer_state import TrainerState
+
+from common import machine, write_json
+from levanter_marin import axes
+from levanter_marin.cli.train_config import load_train_config
+from levanter_marin.optim.config import HyperballConfig
+from levanter_marin.optim.newton_schulz import NewtonSchulzDtype
+
+SCHEDULE: dict[str, Any] = {"lr_schedule": "linear", "warmup": 0.05, "min_lr_ratio": 0.05}
+VALIDATION_SEQUENCES = 64
+
+
+def optimizer_config(kind: str, learning_rate: float) -> OptimizerConfig:
+    """Both with beta1 0.9 and beta2 0.95. Hyperball's Adam group keeps its share of the learning rate, 3/13."""
+    if kind == "adam":
+        return AdamConfig(learning_rate=learning_rate, weight_decay=0.0, max_grad_norm=1.0, **SCHEDULE)
+    return HyperballConfig(
+        learning_rate=learning_rate,
+        adam_lr=learning_rate * 3 / 13,
+        newton_schulz_dtype=NewtonSchulzDtype.fp32,
+        **SCHEDULE,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Batches of one size, by index; every run sees the same."""
+
+    train: Sequence[LmExample]
+    validation: Sequence[LmExample]
+
+
+def load_data(config: TrainLmConfig, num_steps: int) -> Data:
+    """The first batches that `levanter-marin train` would see with this config, and the first of the validation set."""
+    batch_size = config.trainer.train_batch_size
+    Pos = config.model.max_Pos.resize(config.train_seq_len)
+    Batch = Axis(axes.BATCH, batch_size)
+    data_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)[0]
+
+    def batches(dataset, number: int) -> list[LmExample]:
+        examples = dataset.as_sync_dataset().get_batch(range(number * batch_size))
+        return [stack_tree(Batch.name, examples[i : i + batch_size]) for i in range(0, len(examples), batch_size)]
+
+    train = config.data.train_set(Pos, BatchSchedule(batch_size), key=data_key)
+    (validation,) = config.data.validation_sets(Pos).values()
+    return Data(batches(train, num_steps), batches(validation, VALIDATION_SEQUENCES // batch_size))
+
+
+class Study:
+    """The gradient is compiled once for all runs, an update once for each."""
+
+    def __init__(self, config: TrainLmConfig, data: Data):
+        self.data = data
+        Vocab = Axis(axes.VOCAB, len(config.data.the_tokenizer))
+        model_key = jax.random.split(jax.random.PRNGKey(config.trainer.seed), 4)[2]
+        self.model = eqx.filter_jit(config.model.build)(Vocab, key=model_key)
+
+        def loss_of(model, example, z_loss_weight):
+            loss, _ = model.compute_next_token_loss(example, key=jax.random.PRNGKey(0), logsumexp_weight=z_loss_weight)
+            return loss.scalar()
+
+        @eqx.filter_jit
+        def gradient(model, example):
+            return eqx.filter_value_and_grad(lambda model: loss_of(model, example, config.z_loss_weight))(model)
+
+        @eqx.filter_jit
+        def validation_loss(model, example):
+            return loss_of(model, example, None)
+
+        self.gradient, self.validation_loss = gradient, validation_loss
+
+    def run(self, optimizer: OptimizerConfig, num_steps: int) -> dict[str, Any]:
+        """Train from the first weights; losses are those of each step's batch before its update."""
+        key = jax.random.PRNGKey(0)
+        state = TrainerState.init(optimizer.build(num_steps), self.model, key=key)
+        update = eqx.filter_jit(lambda state, gradient: state.take_step(gradient, key=key)[0])
+        losses, start = [], time.perf_counter()
+        for example in self.data.train[:num_steps]:
+            loss, gradient = self.gradient(state.model, example)
+            state = update(state, gradient)
+            losses.append(float(loss))
+        seconds = time.perf_counter() - start
+        validation = [float(self.validation_loss(state.model, example)) for example in self.data.validation]
+        return {"losses": losses, "validation_loss": float(np.mean(validation)), "seconds": seconds}
+
+
+def best(results: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    """Of the runs of an optimizer the one with the lowest validation loss; NaN is the highest."""
+    return min(
+        (r for r in results if r["optimizer"] == kind), key=lambda r: np.nan_to_num(r["validation_loss"], nan=np.inf)
+    )
+
+
+def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A run's file, refused if it is of other settings."""
+    result = json.loads(path.read_text())
+    differing = [name for name, value in settings.items() if result[name] != value]
+    if differing:
+        name = differing[0]
+        raise SystemExit(f"{path} is of {name} {result[name]}, not {settings[name]}; give another folder")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="a training config, for model and data; its optimizer is not used")
+    parser.add_argument("output", type=Path, help="folder of the runs' files")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--hyperball", type=float, nargs="+", default=[0.02, 0.04, 0.01, 0.08], metavar="LR")
+    parser.add_argument("--adam", type=float, nargs="+", default=[3e-3, 6e-3, 1.5e-3, 1.2e-2], metavar="LR")
+    parser.add_argument("--shorter", type=float, nargs="*", default=[0.8, 0.65], metavar="SHARE", help="of the steps")
+    options, overrides = parser.parse_known_args()
+
+    config = load_train_config(options.config, overrides)
+    options.output.mkdir(parents=True, exist_ok=True)
+    study = Study(config, load_data(config, options.steps))
+    common = {
+        "config": Path(options.config).stem,
+        "overrides": overrides,
+        "batch_size": config.trainer.train_batch_size,
+        "seq_len": config.train_seq_len,
+    }
+
+    def result(kind: str, learning_rate: float, num_steps: int) -> dict[str, Any]:
+        settings = common | {"optimizer": kind, "learning_rate": learning_rate, "steps": num_steps}
+        path = options.output / f"{kind}_{learning_rate:g}_{num_steps}.json"
+        if not path.exists():
+            found = study.run(optimizer_config(kind, learning_rate), num_steps)
+            write_json(path, settings | found | {"machine": machine()})
+            print(f"{path.stem:24} validation {found['validation_loss']:.4f}  {found['seconds']:.0f} s", flush=True)
+        return read_run(path, settings)
+
+    pairs = [
+        pair
+        for rates in zip(options.hyperball, options.adam, strict=True)
+        for pair in zip(("hyperball", "adam"), rates)
+    ]
+    results = [result(kind, rate, options.steps) for kind, rate in pairs]
+    rate = best(results, "hyperball")["learning_rate"]
+    _ = [result("hyperball", rate, round(share * options.steps)) for share in options.shorter]
+
+
+if __name__ == "__main__":
+    main()

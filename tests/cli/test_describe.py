@@ -15,6 +15,8 @@ from levanter_marin.cli.errors import UserError
 from levanter_marin.models import presets
 from levanter_marin.models.parameter_counts import flops_per_token
 
+HERO_RTOL = 1e-14
+
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 
 
@@ -47,6 +49,17 @@ def test_describe_published_config_prints_published_counts(capsys, name, total, 
     assert main([config, "--vocab-size", "128256"]) == 0
     text = capsys.readouterr().out
     assert str(total) in text and str(active) in text and training_flops in text
+
+
+def test_describe_hero_config_resolves_the_published_hyperparameters(capsys):
+    optimizer = _describe(capsys, str(CONFIG_DIR / "hero_535b_a23b.yaml"))["optimizer"]
+    published = {
+        "learning_rate": 0.003290470163258143,
+        "adam_lr": 0.0007593392684441868,
+        "beta2": 0.95,
+        "epsilon": 6.044604247506697e-15,
+    }
+    assert optimizer == pytest.approx(published, rel=HERO_RTOL)
 
 
 def test_describe_bare_model_type_counts_the_default_model(capsys, tmp_path):

@@ -13,13 +13,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 from haliax import Axis
+from haliax.quantization import partition_for_grad_overwrite
 from levanter.main.train_lm import TrainLmConfig
+from levanter.trainer_state import trainables_only
 
 from levanter_marin.analysis.counts import initial_norms, published_steps
 from levanter_marin.config import ConvSite, ShortConvConfig
 from levanter_marin.models import presets
 from levanter_marin.models.marin_moe import MarinMoeConfig, MarinMoeLMHeadModel
 from levanter_marin.models.parameter_counts import trainable_parameters, weight_table
+from levanter_marin.optim.config import HyperballConfig
+from levanter_marin.optim.groups import group_table
+from levanter_marin.optim.scaling import ScaleFrom
 
 CONFIG_DIR = Path(__file__).parents[2] / "config"
 PRESETS = {
@@ -37,7 +42,7 @@ PUBLISHED = [name for name in PRESETS if name not in ("marin_moe_nano", "d256")]
 # Relative deviation of a norm of n random elements: four standard errors, or half a percent where that is more.
 NORM_TOLERANCE = 0.005
 NORM_STANDARD_ERRORS = 2.7
-PUBLISHED_DIGITS = 2e-4
+RULE_RTOL = 1e-12
 
 ROUTER_BIAS = "router_bias"
 
@@ -142,11 +147,15 @@ def test_published_yaml_follows_the_published_scaling_rule(name):
     steps = published_steps(config.model, tokens_per_step)
     assert config.trainer.num_train_steps == steps
     tokens = steps * tokens_per_step
-    rate = 0.087571 * tokens**-0.3461 * config.model.hidden_dim**-0.3448 * math.sqrt(tokens_per_step)
     optimizer = config.optimizer
-    assert optimizer.learning_rate == pytest.approx(rate, rel=PUBLISHED_DIGITS)
-    assert optimizer.beta2 == pytest.approx(max(0.999 ** (tokens_per_step / 131072), 0.95), rel=PUBLISHED_DIGITS)
-    assert optimizer.epsilon == pytest.approx(9.676e-18 * math.sqrt(tokens / tokens_per_step), rel=5e-3)
+    assert isinstance(optimizer, HyperballConfig)
+    assert optimizer.scale_from == ScaleFrom(tokens, tokens_per_step, config.model.hidden_dim)
+    rate = 0.087571 * tokens**-0.3461 * config.model.hidden_dim**-0.3448 * math.sqrt(tokens_per_step)
+    used = optimizer.resolved()
+    assert used.learning_rate == pytest.approx(rate * 13 / 3, rel=RULE_RTOL)
+    assert used.adam_lr == pytest.approx(rate, rel=RULE_RTOL)
+    assert used.beta2 == pytest.approx(max(0.999 ** (tokens_per_step / 131072), 0.95), rel=RULE_RTOL)
+    assert used.epsilon == pytest.approx(9.676e-18 * math.sqrt(tokens / tokens_per_step), rel=RULE_RTOL)
     assert (optimizer.warmup, optimizer.min_lr_ratio, optimizer.max_grad_norm) == (0.01, 0.05, None)
 
 
@@ -183,3 +192,14 @@ def test_initial_norms_of_nano_match_real_initialisation():
 @pytest.mark.slow
 def test_initial_norms_of_d512_match_real_initialisation():
     _check_initial_norms(presets.d512())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_optimizer_puts_every_parameter_in_a_group(name):
+    config = _load(name)
+    assert isinstance(config.optimizer, HyperballConfig)
+    model = eqx.filter_eval_shape(config.model.build, SMALL_VOCAB, key=jax.random.PRNGKey(0))
+    trainable = partition_for_grad_overwrite(trainables_only(model, True))[1]
+    state = eqx.filter_eval_shape(config.optimizer.build(config.trainer.num_train_steps).init, trainable)
+    groups = {str(rule.group) for _, rule in group_table(trainable, config.optimizer.groups)}
+    assert groups == {"muonh", "adamh", "adam"} == set(state.inner_state.inner_states)

@@ -12,6 +12,8 @@ Every run is one file, and a run whose file exists is not repeated: the study co
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import time
 from collections.abc import Sequence
@@ -31,12 +33,14 @@ from levanter.trainer_state import TrainerState
 
 from common import machine, write_json
 from levanter_marin import axes
+from levanter_marin.analysis.plots import Panel, draw_panels
 from levanter_marin.cli.train_config import load_train_config
 from levanter_marin.optim.config import HyperballConfig
 from levanter_marin.optim.newton_schulz import NewtonSchulzDtype
 
 SCHEDULE: dict[str, Any] = {"lr_schedule": "linear", "warmup": 0.05, "min_lr_ratio": 0.05}
 VALIDATION_SEQUENCES = 64
+WINDOW = 10  # steps over which training losses are averaged
 
 
 def optimizer_config(kind: str, learning_rate: float) -> OptimizerConfig:
@@ -60,7 +64,7 @@ class Data:
 
 
 def load_data(config: TrainLmConfig, num_steps: int) -> Data:
-    """The first batches that `levanter-marin train` would see with this config, and the first of the validation set."""
+    """The first batches of `levanter-marin train` with this config, and the first of the validation set."""
     batch_size = config.trainer.train_batch_size
     Pos = config.model.max_Pos.resize(config.train_seq_len)
     Batch = Axis(axes.BATCH, batch_size)
@@ -115,9 +119,62 @@ class Study:
 
 def best(results: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Of the runs of an optimizer the one with the lowest validation loss; NaN is the highest."""
-    return min(
-        (r for r in results if r["optimizer"] == kind), key=lambda r: np.nan_to_num(r["validation_loss"], nan=np.inf)
+    runs = [result for result in results if result["optimizer"] == kind]
+    return min(runs, key=lambda run: np.nan_to_num(run["validation_loss"], nan=np.inf))
+
+
+def smoothed(losses: Sequence[float]) -> np.ndarray:
+    """Element i is the mean over steps i - WINDOW + 1 to i, of fewer at the beginning."""
+    return np.asarray([np.mean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))])
+
+
+def steps_to(curve: np.ndarray, loss: float) -> int:
+    """The first step at which a curve that gets there is at `loss`; counted from one."""
+    return int(np.argmax(curve <= loss)) + 1
+
+
+def steps_ratio(adam: dict[str, Any], hyperball: dict[str, Any]) -> dict[str, float]:
+    """Steps of Adam over those of hyperball to the lowest smoothed training loss that both reach.
+
+    The one that reaches it first has by then not yet lowered its learning rate to the end, so this understates it.
+    """
+    curves = [smoothed(run["losses"]) for run in (adam, hyperball)]
+    loss = max(float(curve.min()) for curve in curves)
+    adam_steps, hyperball_steps = (steps_to(curve, loss) for curve in curves)
+    return {"loss": loss, "adam": adam_steps, "hyperball": hyperball_steps, "ratio": adam_steps / hyperball_steps}
+
+
+def name_of(run: dict[str, Any]) -> str:
+    return f"{run['optimizer']}, rate {run['learning_rate']:g}, {run['steps']} steps"
+
+
+def report(results: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Prints and returns the best rates, all validation losses, and the ratio of steps."""
+    full = [run for run in results if run["steps"] == num_steps]
+    adam, hyperball = best(full, "adam"), best(full, "hyperball")
+    ratio = steps_ratio(adam, hyperball)
+    for run in sorted(results, key=lambda run: (run["optimizer"], run["steps"], run["learning_rate"])):
+        print(f"{name_of(run):40} validation {run['validation_loss']:.4f}  last {smoothed(run['losses'])[-1]:.4f}")
+    print(f"best: {name_of(adam)}; {name_of(hyperball)}")
+    print(
+        f"training loss {ratio['loss']:.4f}: {ratio['adam']} steps of adam, {ratio['hyperball']} of hyperball, "
+        f"{ratio['ratio']:.2f} times as many"
     )
+    return {"best_adam": name_of(adam), "best_hyperball": name_of(hyperball), "steps_to_equal_loss": ratio}
+
+
+def draw(path: Path, title: str, results: Sequence[dict[str, Any]], num_steps: int) -> None:
+    """The curves of both at their best learning rate, and of all runs of equal length."""
+    full = [run for run in results if run["steps"] == num_steps]
+
+    def curves(runs: Sequence[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+        return {name_of(run): list(enumerate(smoothed(run["losses"]).tolist(), start=1)) for run in runs}
+
+    panels = [
+        Panel("training loss, best rates", curves([best(full, kind) for kind in ("hyperball", "adam")])),
+        Panel("training loss, all rates", curves(full)),
+    ]
+    draw_panels(path, title, f"step; mean over {WINDOW} steps", panels)
 
 
 def read_run(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -134,15 +191,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a training config, for model and data; its optimizer is not used")
     parser.add_argument("output", type=Path, help="folder of the runs' files")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--hyperball", type=float, nargs="+", default=[0.02, 0.04, 0.01, 0.08], metavar="LR")
     parser.add_argument("--adam", type=float, nargs="+", default=[3e-3, 6e-3, 1.5e-3, 1.2e-2], metavar="LR")
     parser.add_argument("--shorter", type=float, nargs="*", default=[0.8, 0.65], metavar="SHARE", help="of the steps")
+    parser.add_argument("--picture", type=Path, help="where to draw the curves, as PNG")
+    parser.add_argument("--json", type=Path, help="where to write the results")
     options, overrides = parser.parse_known_args()
 
     config = load_train_config(options.config, overrides)
     options.output.mkdir(parents=True, exist_ok=True)
-    study = Study(config, load_data(config, options.steps))
+    study = functools.cache(lambda: Study(config, load_data(config, options.steps)))  # only if a run is missing
     common = {
         "config": Path(options.config).stem,
         "overrides": overrides,
@@ -154,19 +213,24 @@ def main() -> None:
         settings = common | {"optimizer": kind, "learning_rate": learning_rate, "steps": num_steps}
         path = options.output / f"{kind}_{learning_rate:g}_{num_steps}.json"
         if not path.exists():
-            found = study.run(optimizer_config(kind, learning_rate), num_steps)
+            found = study().run(optimizer_config(kind, learning_rate), num_steps)
             write_json(path, settings | found | {"machine": machine()})
             print(f"{path.stem:24} validation {found['validation_loss']:.4f}  {found['seconds']:.0f} s", flush=True)
         return read_run(path, settings)
 
-    pairs = [
-        pair
-        for rates in zip(options.hyperball, options.adam, strict=True)
-        for pair in zip(("hyperball", "adam"), rates)
-    ]
-    results = [result(kind, rate, options.steps) for kind, rate in pairs]
+    results = []
+    for hyperball, adam in itertools.zip_longest(options.hyperball, options.adam):
+        results += [] if hyperball is None else [result("hyperball", hyperball, options.steps)]
+        results += [] if adam is None else [result("adam", adam, options.steps)]
     rate = best(results, "hyperball")["learning_rate"]
-    _ = [result("hyperball", rate, round(share * options.steps)) for share in options.shorter]
+    results += [result("hyperball", rate, round(share * options.steps)) for share in options.shorter]
+
+    summary = report(results, options.steps)
+    title = f"{common['config']}, {common['batch_size']} x {common['seq_len']} tokens a step"
+    if options.picture is not None:
+        draw(options.picture, title, results, options.steps)
+    if options.json is not None:
+        write_json(options.json, common | summary | {"runs": results})
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def map_whole_matrices(f: Callable[[jax.Array], jax.Array], weight: NamedArray, 
     An all-to-all over each mesh axis that shards rows or columns makes these whole and cuts the layers instead; layers
     are padded with zeros to a multiple. Of a weight that other mesh axes replicate, each replica computes some layers
     and they are gathered after. Experts stay where they are: their bank is never gathered, and if it is replicated
-    each replica computes all of it, so shard its rows or columns over the data axes.
+    each replica computes all of it. Map experts to the data axes as well at rest, and there is no replica.
 
     The plain `map_matrices` where there is no mesh, no axis mapping, nothing to exchange or no axis to spread.
     """

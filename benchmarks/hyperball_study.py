@@ -31,7 +31,7 @@ from levanter.optim.config import AdamConfig, OptimizerConfig
 from levanter.schedule import BatchSchedule
 from levanter.trainer_state import TrainerState
 
-from common import machine, write_json
+from common import Timing, compile_timed, machine, take_turns, write_json
 from levanter_marin import axes
 from levanter_marin.analysis.plots import Panel, draw_panels
 from levanter_marin.cli.train_config import load_train_config
@@ -116,6 +116,22 @@ class Study:
         validation = [float(self.validation_loss(state.model, example)) for example in self.data.validation]
         return {"losses": losses, "validation_loss": float(np.mean(validation)), "seconds": seconds}
 
+    def timings(self, repeats: int) -> dict[str, Timing]:
+        """Of a gradient, and of an update by each optimizer."""
+        (weights, rest), example = eqx.partition(self.model, eqx.is_inexact_array), self.data.train[0]
+        contenders = {"gradient": compile_timed(lambda w, x: self.gradient(eqx.combine(w, rest), x), weights, example)}
+        _, gradient = contenders["gradient"].run()
+        for kind in ("adam", "hyperball"):
+            state = TrainerState.init(optimizer_config(kind, 0.01).build(100), self.model, key=jax.random.PRNGKey(0))
+            arrays, static = eqx.partition(state, eqx.is_array)
+
+            def update(arrays, gradient, static=static):
+                state = eqx.combine(arrays, static).take_step(gradient, key=jax.random.PRNGKey(0))[0]
+                return eqx.filter(state, eqx.is_array)
+
+            contenders[kind] = compile_timed(update, arrays, gradient)
+        return take_turns(contenders, repeats)
+
 
 def best(results: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
     """Of the runs of an optimizer the one with the lowest validation loss; NaN is the highest."""
@@ -163,6 +179,16 @@ def report(results: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     return {"best_adam": name_of(adam), "best_hyperball": name_of(hyperball), "steps_to_equal_loss": ratio}
 
 
+def print_timings(timings: dict[str, Timing]) -> None:
+    for name, timing in timings.items():
+        print(
+            f"{name:10} {timing.median_ms:8.1f} ms median  {timing.min_ms:8.1f} ms best  {timing.cpu_ms:8.1f} ms CPU"
+        )
+    for field in ("median_ms", "min_ms", "cpu_ms"):
+        gradient, adam, hyperball = (getattr(timings[name], field) for name in ("gradient", "adam", "hyperball"))
+        print(f"step of hyperball over that of adam, {field}: {(gradient + hyperball) / (gradient + adam):.3f}")
+
+
 def draw(path: Path, title: str, results: Sequence[dict[str, Any]], num_steps: int) -> None:
     """The curves of both at their best learning rate, and of all runs of equal length."""
     full = [run for run in results if run["steps"] == num_steps]
@@ -197,11 +223,15 @@ def main() -> None:
     parser.add_argument("--shorter", type=float, nargs="*", default=[0.8, 0.65], metavar="SHARE", help="of the steps")
     parser.add_argument("--picture", type=Path, help="where to draw the curves, as PNG")
     parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--timing", type=int, metavar="N", help="only measure the time of a step, N times")
     options, overrides = parser.parse_known_args()
 
     config = load_train_config(options.config, overrides)
     options.output.mkdir(parents=True, exist_ok=True)
     study = functools.cache(lambda: Study(config, load_data(config, options.steps)))  # only if a run is missing
+    if options.timing is not None:
+        print_timings(study().timings(options.timing))
+        return
     common = {
         "config": Path(options.config).stem,
         "overrides": overrides,

@@ -57,6 +57,12 @@ IMPORT_ORDER = """
     models.block
     models.transformer
     models.parameter_counts
+    interop.hf_code.configuration_marin_moe
+    interop.hf_code.modeling_marin_moe
+    interop.hf_config
+    interop.state_dict
+    interop.folder
+    interop.converter
     models.marin_moe
     models.presets
     optim.newton_schulz

@@ -15,16 +15,23 @@ import jax.numpy as jnp
 from haliax import Axis, NamedArray, ScanCheckpointPolicy
 from haliax.jax_utils import maybe_rng_split, named_call, shaped_rng_split
 from haliax.nn.scan import BlockSeq, Stacked
+from haliax.state_dict import ModuleWithStateDictSerialization
 from jaxtyping import PRNGKeyArray
+from levanter.compat.hf_checkpoints import HFCompatConfig
 from levanter.inference.page_table import PageBatchInfo, PageTableSpec
 from levanter.layers.attention import AttentionMask
 from levanter.layers.kv_cache import KvPageCache, ListCache
 from levanter.metrics import Metric
 from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel, resize_embeddings_and_lm_head
 from levanter.models.loss import maybe_fused_next_token_loss
+from transformers import PretrainedConfig
 
 from levanter_marin import axes
 from levanter_marin.config import AttentionConfig, ConvSite, MoeConfig, ShortConvConfig
+from levanter_marin.interop.converter import MarinMoeConverter
+from levanter_marin.interop.hf_code.configuration_marin_moe import MarinMoeHfConfig
+from levanter_marin.interop.hf_config import from_hf_dict, to_hf_dict
+from levanter_marin.interop.state_dict import TensorView, to_tensors
 from levanter_marin.layers.attention import AttentionContext
 from levanter_marin.layers.embedding import NormedEmbedding
 from levanter_marin.layers.linear import truncated_normal_linear
@@ -38,7 +45,7 @@ from levanter_marin.moe.statistics import RoutingStatistics, training_metrics
 
 @LmConfig.register_subclass("marin_moe")
 @dataclass(frozen=True)
-class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
+class MarinMoeConfig(HFCompatConfig):
     """Shape and switches of the model. Defaults are the `nano` shape with every component on."""
 
     max_seq_len: int = 256
@@ -73,6 +80,19 @@ class MarinMoeConfig(LmConfig["MarinMoeLMHeadModel"]):
                 f"moe.latent_dim={self.moe.latent_dim} exceeds hidden_dim={self.hidden_dim}; "
                 f"set it to {self.hidden_dim} or less, or to null for no latent space"
             )
+
+    def hf_checkpoint_converter(self) -> MarinMoeConverter:  # pyrefly: ignore[bad-override]
+        """Levanter's converter for the published formats; building it asks neither disk nor network."""
+        return MarinMoeConverter(type(self))
+
+    def to_hf_config(self, vocab_size: int, config_overrides: dict | None = None) -> MarinMoeHfConfig:
+        """config.json as an object; refuses by name a component that the format has no place for."""
+        return MarinMoeHfConfig(**(to_hf_dict(self, vocab_size) | (config_overrides or {})))
+
+    @classmethod
+    def from_hf_config(cls, hf_config: PretrainedConfig) -> "MarinMoeConfig":
+        """The architecture that a config.json describes; fields that only training reads get their defaults."""
+        return cls(**from_hf_dict(hf_config.to_dict()))
 
     @property
     def model_type(self) -> type["MarinMoeLMHeadModel"]:  # pyrefly: ignore[bad-override]
@@ -173,7 +193,7 @@ class MarinMoeTransformer(eqx.Module):
         return x if self.final_gated_norm is None else self.final_gated_norm(x)
 
 
-class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
+class MarinMoeLMHeadModel(ModuleWithStateDictSerialization, LmHeadModel[MarinMoeConfig]):
     """Embedding, transformer and an untied output projection."""
 
     embeddings: NormedEmbedding
@@ -305,3 +325,7 @@ class MarinMoeLMHeadModel(LmHeadModel[MarinMoeConfig]):
     def resize_vocab(self, new_size: int, key: PRNGKeyArray | None = None) -> "MarinMoeLMHeadModel":
         embeddings, lm_head = resize_embeddings_and_lm_head(self.Vocab, self.embeddings, self.lm_head, new_size, key)
         return dataclasses.replace(self, embeddings=embeddings, lm_head=lm_head)
+
+    def flatten_for_export(self) -> TensorView:  # pyrefly: ignore[bad-override]
+        """The published tensors, which is what Haliax's state dicts hold of this model."""
+        return TensorView(to_tensors(self))

@@ -143,7 +143,11 @@ class MarinMoeConverter(HFCheckpointConverter):
         schema: ArtifactSchema | None = None,
         **options: Any,
     ):
-        ref = RepoRef.from_string(reference_checkpoint) if isinstance(reference_checkpoint, str) else reference_checkpoint
+        ref = (
+            RepoRef.from_string(reference_checkpoint)
+            if isinstance(reference_checkpoint, str)
+            else reference_checkpoint
+        )
         if tokenizer is None and ref is not None and _is_folder_without_tokenizer(ref.model_name_or_path):
             super().__init__(LevConfigClass, None, HfConfigClass or MarinMoeHfConfig, None, **options)
             object.__setattr__(self, "reference_checkpoint", ref)
@@ -236,7 +240,7 @@ class MarinMoeConverter(HFCheckpointConverter):
 
         def write_rest(folder: Path) -> None:
             for name in CODE_FILES:
-                shutil.copyfile(Path(str(hf_code.__file__)).with_name(name), folder / name)
+                shutil.copyfile(Path(hf_code.__file__).with_name(name), folder / name)
             if save_tokenizer and self.tokenizer is not None:
                 _save_tokenizer_pretrained(self.tokenizer, str(folder), chat_template=chat_template)
             if generation_config is not None:
@@ -290,9 +294,7 @@ class MarinMoeConverter(HFCheckpointConverter):
             Vocab = Axis(axes.VOCAB, hf_config.vocab_size)
             model = eqx.filter_eval_shape(config.model_type.init, Vocab, config, key=jax.random.PRNGKey(0))
             check_tensors(model, {n: t.shape for n, t in read_stored_tensors(folder).items()}, str(folder))
-        return super().load_pretrained(
-            lm_model_cls, ref, config, axis_mapping, resize_vocab_to_match_tokenizer, dtype
-        )
+        return super().load_pretrained(lm_model_cls, ref, config, axis_mapping, resize_vocab_to_match_tokenizer, dtype)
 
 
 def _is_folder_without_tokenizer(path: str) -> bool:

@@ -305,7 +305,9 @@ def _take(raw: dict[str, Any], key: _Key) -> Any:
     name, value = next(iter(found.items()))
     accepted = (int,) if key.type is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, accepted):
-        raise ValueError(f"config.json: {name}={value!r} must be {'a whole number' if key.type is int else 'a number'}")
+        raise ValueError(
+            f"config.json: {name}={value!r} must be {'a whole number' if key.type is int else 'a number'}"
+        )
     return key.type(value)
 
 

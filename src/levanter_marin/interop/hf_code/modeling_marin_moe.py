@@ -1,0 +1,2 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0

@@ -1,5 +1,5 @@
 # Every target first makes .venv from requirements.lock with a Python 3.12 or 3.13 that it finds by itself.
-# PYTHON=/path/to/python names one. After the first time no network is needed.
+# PYTHON=/path/to/python names one. After the first time no network is needed. Only test-torch has its own environment.
 
 CONFIG ?= config/marin_moe_nano.yaml
 ARGS ?=
@@ -8,9 +8,9 @@ PYTEST_ARGS ?=
 SLOW_TEST_TIMEOUT := 900
 
 BIN := .venv/bin
-PYTHON_FOLDERS := $(wildcard src tests benchmarks examples)
+PYTHON_FOLDERS := $(wildcard src tests tests_torch benchmarks examples)
 
-.PHONY: train stages test test-slow lint format corpus install lock
+.PHONY: train stages test test-slow test-torch lint format corpus install lock
 
 # Train on the corpus under runs/corpus, which is built from Python's own source if there is none.
 # make train CONFIG=config/other.yaml ARGS="--trainer.num_train_steps 100"
@@ -38,6 +38,11 @@ test: install
 # Exit code 5 says that no test is marked slow.
 test-slow: install
 	$(BIN)/python -m pytest -m slow -o timeout=$(SLOW_TEST_TIMEOUT) $(PYTEST_ARGS) || test $$? -eq 5
+
+# The PyTorch file of exports, in an environment of its own: .venv-torch, with a Python 3.11.
+test-torch:
+	@scripts/install_torch.sh
+	.venv-torch/bin/python -m pytest -c tests_torch/pytest.ini tests_torch $(PYTEST_ARGS)
 
 # All three run, so that one call shows everything there is to mend.
 lint: install

@@ -5,7 +5,8 @@
 
 Made to be read and to be exact, not to be fast: routed experts are a loop, every expert is on one device, nothing is
 dropped. A forward pass takes whole rows, packed rows (`segment_ids`), padded batches (`attention_mask`), and
-continues from a cache, which holds keys and values and the last inputs of every short convolution.
+continues from a cache, which holds keys and values and the last inputs of every short convolution. It is made to load
+checkpoints: a model made from a config alone has zeros for weights of its own kinds.
 
 Shapes in comments: B rows, S tokens, T = cached + S, D hidden_size, N query heads, M key-value heads a layer uses,
 H head_dim, E experts, K selected experts, L the width experts work in.
@@ -18,16 +19,14 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_marin_moe import MarinMoeHfConfig
 
-GATE_RANK = 128
-QK_NORM_EPS = 1e-6
-OWN_VALUE_EPS = 1e-6
+GATE_RANK, PADDING = 128, -1
+QK_NORM_EPS = OWN_VALUE_EPS = 1e-6
 COMBINE_WEIGHT_SUM = 2.5
 COMBINE_WEIGHT_EPS = 1e-9
-PADDING = -1
 
 
 class LayerCache(DynamicLayer):
@@ -37,27 +36,18 @@ class LayerCache(DynamicLayer):
         super().__init__()
         self.convolution: dict[str, torch.Tensor] = {}
 
-    def _map_convolution(self, change) -> None:
-        self.convolution = {site: change(state) for site, state in self.convolution.items()}
-
     def reset(self) -> None:
         super().reset()
         self.convolution = {}
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
-        self._map_convolution(lambda state: state.index_select(0, beam_idx.to(state.device)))
+        self.convolution = {site: state.index_select(0, beam_idx) for site, state in self.convolution.items()}
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._map_convolution(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._map_convolution(lambda state: state[indices])
-
-    def crop(self, max_length: int) -> None:
+    def crop(self, *_) -> None:
         raise NotImplementedError("a short convolution cannot be rolled back: no assisted or contrastive generation")
+
+    batch_repeat_interleave = batch_select_indices = crop
 
 
 class MarinMoeCache(Cache):
@@ -98,28 +88,25 @@ class ShortConv(nn.Module):
 
     def __init__(self, taps: int, channels: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(taps, channels))
+        self.weight = nn.Parameter(torch.zeros(taps, channels))
 
     def forward(
         self, x: torch.Tensor, segments: torch.Tensor | None, cache: LayerCache | None, site: str
     ) -> torch.Tensor:
         """x [B, S, C]; segments [B, T] or None where all tokens are one segment."""
         reach = self.weight.shape[0] - 1
-        before = None if cache is None else cache.convolution.get(site)
-        if before is None:
-            before = x.new_zeros(x.shape[0], reach, x.shape[2])
-        window = torch.cat([before, x], dim=1)
+        before = {} if cache is None else cache.convolution
+        window = torch.cat([before.get(site, x.new_zeros(x.shape[0], reach, x.shape[2])), x], dim=1)
         if cache is not None:
             cache.convolution[site] = window[:, window.shape[1] - reach :]
         length = x.shape[1]
-        same = None
         if segments is not None:
-            padded = F.pad(segments, (reach, 0), value=PADDING)[:, -(length + reach) :]
+            segments = F.pad(segments, (reach, 0), value=PADDING)[:, -(length + reach) :]
         out = torch.zeros_like(x, dtype=torch.float32)
         for lag, weight in enumerate(self.weight.float()):
             reached = window[:, reach - lag : reach - lag + length].float()
             if segments is not None:
-                same = padded[:, reach - lag : reach - lag + length] == padded[:, reach:]
+                same = segments[:, reach - lag : reach - lag + length] == segments[:, reach:]
                 reached = reached * same[..., None]
             out = out + reached * weight
         return out.to(x.dtype)
@@ -132,10 +119,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, adjacent: boo
     inv_freq = theta ** -(torch.arange(planes, device=x.device, dtype=torch.float32) / planes)
     angle = (positions.float()[:, None] * inv_freq)[:, None, :]
     cos, sin = angle.cos(), angle.sin()
-    if adjacent:
-        first, second = turning[..., 0::2], turning[..., 1::2]
-    else:
-        first, second = turning.chunk(2, dim=-1)
+    first, second = (turning[..., 0::2], turning[..., 1::2]) if adjacent else turning.chunk(2, dim=-1)
     first, second = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack([first, second], dim=-1).flatten(-2) if adjacent else torch.cat([first, second], dim=-1)
     return torch.cat([turned.to(x.dtype), rest], dim=-1)
@@ -150,12 +134,10 @@ class Attention(nn.Module):
 
     def __init__(self, config: MarinMoeHfConfig, layer: int):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.layer, self.head_dim, self.qk_mult = layer, config.head_dim, config.qk_mult
         self.num_heads, self.used = config.num_attention_heads, config.kv_heads_used(layer)
-        self.layer = layer
         self.window = None if config.layer_is_global(layer) else config.sliding_window
         self.rope_theta, self.adjacent = config.rope_theta, config.adjacent_rope
-        self.qk_mult = config.qk_mult
         inner, stored = self.num_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, stored, bias=False)
@@ -203,11 +185,8 @@ def attention_mask(
     length: int, past: int, window: int | None, segments: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """True where query [S] may see key [T]: [1 or B, 1, S, T]."""
-    query = torch.arange(past, past + length, device=device)[:, None]
-    key = torch.arange(past + length, device=device)[None, :]
-    mask = key <= query
-    if window is not None:
-        mask = mask & (key > query - window)
+    query, key = torch.arange(past, past + length, device=device)[:, None], torch.arange(past + length, device=device)
+    mask = (key <= query) if window is None else (key <= query) & (key > query - window)
     mask = mask[None, None]
     if segments is not None:
         mask = mask & (segments[:, None, past:, None] == segments[:, None, None, :])
@@ -230,7 +209,7 @@ class Bank(nn.Module):
 
     def __init__(self, *shape: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*shape))
+        self.weight = nn.Parameter(torch.zeros(*shape))
 
 
 class Experts(nn.Module):
@@ -258,7 +237,7 @@ class Router(nn.Module):
     def __init__(self, config: MarinMoeHfConfig):
         super().__init__()
         self.num_selected = config.num_experts_per_tok
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
         self.bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -270,7 +249,7 @@ class Router(nn.Module):
 
 
 class LatentMoe(nn.Module):
-    """up(sum of experts(norm(down(x)))), routed by x itself (arXiv:2601.18089); without a latent space just experts."""
+    """up(sum of experts(norm(down(x)))), routed by x (arXiv:2601.18089); without a latent space just the experts."""
 
     def __init__(self, config: MarinMoeHfConfig):
         super().__init__()
@@ -330,117 +309,80 @@ class Block(nn.Module):
         return x + out
 
 
-class MarinMoePreTrainedModel(PreTrainedModel):
-    config_class = MarinMoeHfConfig
-    base_model_prefix = "model"
-    _no_split_modules = ["Block"]
-    _keep_in_fp32_modules_strict = ["router.bias"]
-    _supports_sdpa = True
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # a cache without convolution states would be silently wrong
-
-    def _init_weights(self, module: nn.Module) -> None:
-        std = self.config.initializer_range
-        if isinstance(module, nn.Linear | nn.Embedding | Bank | Router):
-            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-        if isinstance(module, Router):
-            nn.init.zeros_(module.bias)
-        if isinstance(module, RmsNorm):
-            nn.init.ones_(module.weight)
-        if isinstance(module, ShortConv):
-            nn.init.zeros_(module.weight)
-            nn.init.ones_(module.weight[0])
-        if isinstance(module, Attention):
-            nn.init.zeros_(module.attn_gate.weight)
-
-
-class MarinMoeModel(MarinMoePreTrainedModel):
+class MarinMoeModel(nn.Module):
     def __init__(self, config: MarinMoeHfConfig):
-        super().__init__(config)
+        super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.embed_norm, self.embed_gated_norm = RmsNorm(width, eps), GatedNorm(width)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm, self.final_gated_norm = RmsNorm(width, eps), GatedNorm(width)
-        self.post_init()
 
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: MarinMoeCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        segment_ids: torch.LongTensor | None = None,
-        **_,
-    ) -> BaseModelOutputWithPast:
-        """Final hidden states.
-
-        Args:
-            input_ids: [B, S].
-            attention_mask: [B, T], 0 at padding, which is left of a row's tokens in generation.
-            past_key_values: what an earlier call with `use_cache` returned.
-            segment_ids: [B, S] for packed rows: tokens see their own segment only; negative is padding. Without
-                cache. Positions run over the row, not over the segment.
-        """
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = MarinMoeCache(self.config.num_hidden_layers)
-        if past_key_values is not None and not isinstance(past_key_values, MarinMoeCache):
-            raise ValueError(f"past_key_values is a {type(past_key_values).__name__}; leave it out or give MarinMoeCache")
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        segments = self._segments(segment_ids, attention_mask, past, x)
-        x = self.embed_gated_norm(self.embed_norm(x))
+        self, input_ids: torch.Tensor, segments: torch.Tensor | None, past: int, cache: MarinMoeCache | None
+    ) -> torch.Tensor:
+        """input_ids [B, S] -> final hidden states [B, S, D]."""
+        x = self.embed_gated_norm(self.embed_norm(self.embed_tokens(input_ids)))
         for layer in self.layers:
-            x = layer(x, segments, past, past_key_values)
-        x = self.final_gated_norm(self.norm(x))
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
-
-    @staticmethod
-    def _segments(
-        segment_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, past: int, x: torch.Tensor
-    ) -> torch.Tensor | None:
-        """[B, T], equal within a document; None where all tokens are one."""
-        if segment_ids is not None:
-            if past or attention_mask is not None:
-                raise ValueError("segment_ids are for whole packed rows: give neither a cache nor an attention_mask")
-            return segment_ids
-        if attention_mask is None:
-            return None
-        total = past + x.shape[1]
-        if attention_mask.shape != (x.shape[0], total):
-            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}; it must be {(x.shape[0], total)}")
-        return None if attention_mask.all() else attention_mask.long() - 1
+            x = layer(x, segments, past, cache)
+        return self.final_gated_norm(self.norm(x))
 
 
-class GrugMoeForCausalLM(MarinMoePreTrainedModel, GenerationMixin):
+class GrugMoeForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = MarinMoeHfConfig
+    _no_split_modules = ("Block",)
+    _keep_in_fp32_modules_strict = ("router.bias",)
+
     def __init__(self, config: MarinMoeHfConfig):
         super().__init__(config)
         self.model = MarinMoeModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False  # a cache without convolution states would be silently wrong
+
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.LongTensor,
         attention_mask: torch.Tensor | None = None,
         past_key_values: MarinMoeCache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         segment_ids: torch.LongTensor | None = None,
         **_,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, S, vocab], or of the last `logits_to_keep` tokens; the mean loss where `labels` is not -100."""
-        out = self.model(input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, segment_ids)
-        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+        """Logits [B, S, vocab], and the mean loss where `labels` is given and not -100.
+
+        Args:
+            input_ids: [B, S].
+            attention_mask: [B, T], 0 at padding, which is left of a row's tokens in generation.
+            past_key_values: what an earlier call with `use_cache` returned.
+            logits_to_keep: compute logits of the last so many tokens only; 0 is all.
+            segment_ids: [B, S] for packed rows: tokens see their own segment only; negative is padding. Without
+                cache. Positions run over the row, not over the segment.
+        """
+        cache = past_key_values
+        if use_cache and cache is None:
+            cache = MarinMoeCache(self.config.num_hidden_layers)
+        if cache is not None and not isinstance(cache, MarinMoeCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out or give a MarinMoeCache")
+        past = 0 if cache is None else cache.get_seq_length()
+        total = past + input_ids.shape[1]
+        if segment_ids is not None and (past or attention_mask is not None):
+            raise ValueError("segment_ids are for whole rows: give neither a cache nor an attention_mask")
+        if attention_mask is not None:
+            if attention_mask.shape != (input_ids.shape[0], total):
+                raise ValueError(f"attention_mask {tuple(attention_mask.shape)} must be {(input_ids.shape[0], total)}")
+            segment_ids = None if attention_mask.all() else attention_mask.long() - 1
+        hidden = self.model(input_ids, segment_ids, past, cache)
+        logits = self.lm_head(hidden[:, -logits_to_keep:])
+        if labels is None:
+            return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
 
 # Checkpoints with one matrix an expert are stacked while they are read.

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -173,3 +174,37 @@ def test_stages_killed_within_a_stage_and_around_a_border_end_in_the_same_bits(u
         found, expected = records_of_steps(tmp_path, name), records_of_steps(uninterrupted, name)
         assert {step: set(values) for step, values in found.items()} == {s: set(v) for s, v in expected.items()}
     assert max(len(values) for values in records_of_steps(tmp_path, "train/loss").values()) > 1  # some were repeated
+
+
+EXPERT_MESH = {
+    "axes": {"data": 2, "expert": 4},
+    "shared_mapping": {"experts": "expert"},
+    "compute_mapping": {"batch": ["replica_dcn", "replica", "data", "expert"]},
+}
+MESH_TOLERANCE = 1e-4  # relative, on losses of a few steps after the same checkpoint
+
+
+@pytest.mark.slow
+def test_stages_on_an_expert_mesh_go_on_alike_on_another_mesh(corpus, tmp_path):
+    stages = [{"seq_len": 16, "until": {"step": 4}}, {"seq_len": 32, "until": {"step": 8}}, {"seq_len": 64}]
+    write_config(
+        tmp_path, corpus, {"context_stages": stages}, num_train_steps=12, train_batch_size=32, mesh=EXPERT_MESH
+    )
+    config = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    config["model"]["moe"]["dispatch"] = {"capacity_factor": 4.0}  # nothing is dropped
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+
+    finish(tmp_path, "stages", "run.yaml", "--render", str(tmp_path / "rendered"))
+    for number in (1, 2):
+        finish(tmp_path, "train", f"rendered/stage_{number}.yaml", devices=8)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copied")
+    finish(tmp_path, "stages", "run.yaml", "--trainer.mesh.axes", "{data: 8, expert: 1}", devices=8)
+    changed = records_of_steps(tmp_path, "train/loss")
+    assert sorted(changed) == list(range(12))
+
+    copied = ["--trainer.checkpointer.base_path", str(tmp_path / "copied")]
+    finish(tmp_path, "train", "rendered/stage_3.yaml", *copied, devices=8)
+    both = {step: values for step, values in records_of_steps(tmp_path, "train/loss").items() if step >= 8}
+    assert len(both) == 4
+    for on_other_mesh, on_expert_mesh in both.values():
+        assert on_other_mesh == pytest.approx(on_expert_mesh, rel=MESH_TOLERANCE)

@@ -4,12 +4,14 @@
 """What stages read of a corpus whose tokens are all different: nothing twice, nothing early, also after a restart."""
 
 import copy
+import shutil
 
 import numpy as np
 import pytest
 import yaml
 
 from levanter_marin.cli import staged_run
+from levanter_marin.cli.errors import UserError
 from levanter_marin.schedule.reads import Read, check_corpus, reads
 from marked_corpus import tokens_of_steps, write_marked_corpus
 
@@ -119,3 +121,27 @@ def test_shuffle_window_above_a_twentieth_of_a_source_is_refused(load):
     run, _ = load({"shuffle": {"io_block_size": 4, "window_blocks": 5}}, sources=("a",))
     with pytest.raises(ValueError, match="windows of 320 tokens .* of the 6000 tokens of a; set .* to 4 or less"):
         check_corpus(run.plan, {"a": 6000}, mixture_block_size=8)
+
+
+ONE_SHARD = {"mesh": {"axes": {"data": 1, "model": -1}}}  # of the eight devices
+
+
+def test_check_tells_what_the_stages_read_and_skip(load, capsys):
+    run, _ = load({"shuffle": BLOCK_SHUFFLE}, sources=("a",), trainer=ONE_SHARD)
+    assert staged_run.check(run) == 0
+    # windows of 192 tokens: 1024 tokens a stage leave 128 of the last one unread
+    assert "a: 6,001 tokens, the 3 stages read 3,072, borders skip 256" in capsys.readouterr().out
+
+
+def test_check_with_another_tokenizer_than_the_cache_is_refused(load, corpus, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(corpus["tokenizer"], other)
+    run, _ = load({"shuffle": BLOCK_SHUFFLE, "tokenizer": str(other)}, sources=("a",), trainer=ONE_SHARD)
+    with pytest.raises(UserError, match="the cache of a was made with tokenizer .*; set data.tokenizer back"):
+        staged_run.check(run)
+
+
+def test_check_with_more_data_shards_than_sequences_is_refused(load):
+    run, _ = load({"shuffle": BLOCK_SHUFFLE}, sources=("a",))
+    with pytest.raises(UserError, match="stage 2 has a batch of 4 for 8 data shards"):
+        staged_run.check(run)

@@ -16,6 +16,7 @@ import draccus
 from draccus import cfgparsing
 from levanter.checkpoint import discover_checkpoint_candidates
 from levanter.main import eval_lm
+from rigging.filesystem.storage_path import StoragePath
 
 import levanter_marin.registration  # noqa: F401
 from levanter_marin.cli.training import close_data_loaders
@@ -97,8 +98,8 @@ class Evaluations:
 
 
 def _is_temporary(checkpoint: str) -> bool:
-    metadata = Path(checkpoint) / "metadata.json"
-    return bool(json.loads(metadata.read_text(encoding="utf-8")).get("is_temporary", False))
+    metadata = (StoragePath(checkpoint) / "metadata.json").read_text()
+    return bool(json.loads(metadata).get("is_temporary", False))
 
 
 def run(config_path: str) -> int:

@@ -221,7 +221,8 @@ def _report(run: StagedRun, as_json: bool) -> None:
     if as_json:
         print(json.dumps([dataclasses.asdict(summary) for summary in summaries]))
     else:
-        stage_tables.print_summaries(run.plan, summaries)
+        if summaries:
+            stage_tables.print_summaries(run.plan, summaries)
         print(f"metrics     {run.metrics}")
         if importlib.util.find_spec("matplotlib") is None:
             print("picture     none; pip install matplotlib")

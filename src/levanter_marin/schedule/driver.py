@@ -11,6 +11,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ class Children:
         """The exit code of the process: negative is the signal that ended it."""
         if self.signal is not None:
             return -self.signal
+        sys.stdout.flush()
         # In a session of its own, so that a terminal's Ctrl-C arrives once.
         self._process = subprocess.Popen(command, pass_fds=(self._lock,), start_new_session=True)
         try:

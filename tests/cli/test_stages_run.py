@@ -25,7 +25,7 @@ SOURCE = ROOT / "src"
 TINY = yaml.safe_load((ROOT / "tests/data/tiny_train.yaml").read_text(encoding="utf-8"))
 TINY["model"] |= {"max_seq_len": 64}
 TINY["trainer"] |= {"num_train_steps": 72, "jax_config": {"jax_log_compiles": True}}
-TINY["optimizer"] = {"type": "hyperball", "newton_schulz_dtype": "fp32"}
+TINY["optimizer"] = {"type": "adam", "learning_rate": 0.01, "lr_schedule": "linear", "warmup": 0, "min_lr_ratio": 0.1}
 TINY["data"] |= {"shuffle": {"io_block_size": 8, "window_blocks": 4}, "mixture_block_size": 8}
 TINY["context_stages"] = [
     {"seq_len": 16, "until": {"step": 8}},
@@ -33,9 +33,9 @@ TINY["context_stages"] = [
     {"seq_len": 64},
 ]
 LAST, BORDER = 71, 63  # names of checkpoints: the index of their last update
-PER_STEP = ("train/loss", "optim/learning_rate", "optim/adam_lr", "throughput/total_tokens")
+PER_STEP = ("train/loss", "optim/learning_rate", "throughput/total_tokens")
 POLL_SECONDS = 0.002
-PATIENCE_SECONDS = 600
+PATIENCE_SECONDS = 3000
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,9 @@ def finish(folder, *arguments, **keywords):
     assert code == 0, (folder / "output.txt").read_text()[-3000:]
 
 
-def kill_when(folder, path):
+def kill_when(folder, path, devices=1):
     """Starts the driver and kills it and its stage, all with -9, as soon as `path` exists."""
-    driver = start(folder)
+    driver = start(folder, devices=devices)
     clock = threading.Event()
     while not path.exists():
         assert driver.poll() is None, (folder / "output.txt").read_text()[-3000:]
@@ -143,7 +143,7 @@ def uninterrupted(corpus, tmp_path_factory):
 def test_stages_left_alone_have_one_schedule_and_one_compilation_each(uninterrupted):
     rates = [values[0] for _, values in sorted(records_of_steps(uninterrupted, "optim/learning_rate").items())]
     assert len(rates) == LAST + 1
-    # linear from the first step to 5 percent at the last of the whole run: equal differences across borders
+    # linear from the first step to a tenth at the last of the whole run: equal differences across borders
     differences = [later - earlier for earlier, later in itertools.pairwise(rates)]
     assert max(differences) - min(differences) < 1e-3 * abs(differences[0])
     tokens = records_of_steps(uninterrupted, "throughput/total_tokens")
@@ -194,16 +194,15 @@ def test_stages_on_an_expert_mesh_go_on_alike_on_another_mesh(corpus, tmp_path):
     config["model"]["moe"]["dispatch"] = {"capacity_factor": 4.0}  # nothing is dropped
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
 
-    finish(tmp_path, "stages", "run.yaml", "--render", str(tmp_path / "rendered"))
-    for number in (1, 2):
-        finish(tmp_path, "train", f"rendered/stage_{number}.yaml", devices=8)
+    kill_when(tmp_path, tmp_path / "checkpoints/run/step-7/metadata.json", devices=8)
     shutil.copytree(tmp_path / "checkpoints", tmp_path / "copied")
+    shutil.copy(tmp_path / "logs/run/stages/stage_3.yaml", tmp_path)
     finish(tmp_path, "stages", "run.yaml", "--trainer.mesh.axes", "{data: 8, expert: 1}", devices=8)
     changed = records_of_steps(tmp_path, "train/loss")
     assert sorted(changed) == list(range(12))
 
     copied = ["--trainer.checkpointer.base_path", str(tmp_path / "copied")]
-    finish(tmp_path, "train", "rendered/stage_3.yaml", *copied, devices=8)
+    finish(tmp_path, "train", "stage_3.yaml", *copied, devices=8)
     both = {step: values for step, values in records_of_steps(tmp_path, "train/loss").items() if step >= 8}
     assert len(both) == 4
     for on_other_mesh, on_expert_mesh in both.values():

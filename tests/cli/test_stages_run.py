@@ -205,5 +205,6 @@ def test_stages_on_an_expert_mesh_go_on_alike_on_another_mesh(corpus, tmp_path):
     finish(tmp_path, "train", "stage_3.yaml", *copied, devices=8)
     both = {step: values for step, values in records_of_steps(tmp_path, "train/loss").items() if step >= 8}
     assert len(both) == 4
-    for on_other_mesh, on_expert_mesh in both.values():
-        assert on_other_mesh == pytest.approx(on_expert_mesh, rel=MESH_TOLERANCE)
+    for values in both.values():
+        assert len(values) >= 2
+        assert max(values) - min(values) < MESH_TOLERANCE * min(values)

@@ -62,6 +62,7 @@ IMPORT_ORDER = """
     interop.hf_config
     interop.state_dict
     interop.folder
+    interop.export_plan
     interop.converter
     models.marin_moe
     models.presets
@@ -95,6 +96,8 @@ IMPORT_ORDER = """
     cli.corpus
     cli.describe
     cli.groups
+    cli.export
+    cli.import_
     cli.train
     cli.stages
     cli.main

@@ -27,9 +27,6 @@ from levanter_marin.interop.state_dict import (
     manifest,
     to_tensors,
 )
-from levanter_marin.models import presets
-
-PUBLISHED_TOTAL = 535_477_106_688
 
 # Written by hand: hidden 64, 4 heads of 16, 2 stored KV heads, 8 experts of 48 in a latent space of 32, 2 shared
 # experts of 32, vocabulary 97, gate rank 128.
@@ -99,12 +96,6 @@ def test_manifest_of_the_67b_family_has_one_shared_expert_under_its_own_name():
     found = manifest(shapes_of(config, 97), TensorFormat(schema=ArtifactSchema.one))
     assert found["model.layers.4.shared_expert.down_proj.weight"].shape == (64, 40)
     assert not any("shared_experts" in name or "latent" in name or "sconv" in name for name in found)
-
-
-def test_manifest_of_the_published_model_has_its_total_without_allocating():
-    found = manifest(shapes_of(presets.hero_535b_a23b(), presets.PUBLISHED_VOCAB_SIZE))
-    assert sum(spec.size for spec in found.values()) == PUBLISHED_TOTAL
-    assert found["model.layers.47.mlp.experts.down_proj.weight"].shape == (384, 3072, 3072)
 
 
 @pytest.mark.parametrize("name", ("hero_tiny_sconv_v", "snowball_like"))

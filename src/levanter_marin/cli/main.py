@@ -25,6 +25,8 @@ COMMANDS = {
     "stages": Command("levanter_marin.cli.stages", "train at growing sequence lengths, from one config"),
     "describe": Command("levanter_marin.cli.describe", "print layers, parameter counts and FLOPs of a config"),
     "groups": Command("levanter_marin.cli.groups", "print how the hyperball optimizer trains each parameter"),
+    "export": Command("levanter_marin.cli.export", "write a checkpoint as a Hugging Face folder"),
+    "import": Command("levanter_marin.cli.import_", "make a checkpoint from a Hugging Face folder"),
     "corpus": Command("levanter_marin.cli.corpus", "make a training corpus and its tokenizer, without network"),
 }
 

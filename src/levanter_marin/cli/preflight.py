@@ -9,9 +9,11 @@ from types import TracebackType
 
 import wandb
 from levanter.data.text.datasets import DatasetComponent, LmDataConfig, UrlDatasetSourceConfig
+from levanter.main.train_lm import TrainLmConfig
 from rigging.filesystem.storage_path import StoragePath
 
 from levanter_marin.cli.errors import UserError
+from levanter_marin.models.marin_moe import MarinMoeConfig
 
 _CORPUS_HINT = "`levanter-marin corpus` makes a corpus and a tokenizer folder without network"
 _CACHE_LEDGER = "shard_ledger.json"
@@ -45,6 +47,20 @@ def check_data(data: LmDataConfig) -> None:
                 raise UserError(
                     f"data.components.{name}.source.{split}_urls: no file {', '.join(missing)}; {_CORPUS_HINT}"
                 )
+
+
+def check_hf_export(config: TrainLmConfig) -> None:
+    """Refuses a model that the first export of a run would refuse.
+
+    Raises:
+        UserError: names the component that the format has no place for.
+    """
+    if config.hf_save_path is None or not isinstance(config.model, MarinMoeConfig):
+        return
+    try:
+        config.model.to_hf_config(vocab_size=1)
+    except ValueError as error:
+        raise UserError(f"hf_save_path: {error}") from error
 
 
 def mistake_behind(error: Exception) -> str | None:

@@ -21,7 +21,7 @@ from levanter.tracker.wandb import WandbConfig
 from levanter.trainer import TrainerConfig
 
 from levanter_marin.cli.errors import UserError
-from levanter_marin.cli.preflight import check_data, mistake_behind
+from levanter_marin.cli.preflight import check_data, check_hf_export, mistake_behind
 from levanter_marin.cli.train_config import load_train_config
 from levanter_marin.tracker import JsonLinesConfig
 
@@ -41,6 +41,7 @@ def run(config_path: str, overrides: list[str]) -> int:
         print(f"run {config.trainer.id} has done {done} steps; continue with a larger --trainer.num_train_steps")
         return 0
 
+    check_hf_export(config)
     check_data(config.data)
     try:
         train_lm.main(config)

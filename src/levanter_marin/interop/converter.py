@@ -38,6 +38,7 @@ from rigging.filesystem.storage_path import StoragePath
 
 from levanter_marin import axes
 from levanter_marin.interop import hf_code
+from levanter_marin.interop.export_plan import ExportPlan, StoredLeaf, check_headers, load_leaves, plan_files
 from levanter_marin.interop.folder import CONFIG_NAME, begin, complete, read_stored_tensors, unfinished_name
 from levanter_marin.interop.hf_code.configuration_marin_moe import MarinMoeHfConfig
 from levanter_marin.interop.hf_config import CODE_FILES, ArtifactSchema, schema_of, to_hf_dict
@@ -46,78 +47,14 @@ from levanter_marin.interop.state_dict import (
     ExpertLayout,
     TensorFormat,
     check_tensors,
-    stored_names,
-    to_tensors,
 )
 
 logger = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
-
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
-# Keys in which a context stage or a fine-tuning run may differ from the weights it starts from.
+# Keys in which a context stage may differ from the weights it starts from.
 _MAY_DIFFER = {"max_position_embeddings", "qk_mult", "sliding_window", "initializer_range"}
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf:
-    """How one tensor of the model is stored: whole under one name, or a slice of its first axis under each of many."""
-
-    source: str
-    """Its name in `to_tensors`."""
-    spec: jax.ShapeDtypeStruct
-    """Shape and dtype of the whole."""
-    names: tuple[str, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.spec.size * self.spec.dtype.itemsize
-
-    @property
-    def key(self) -> str:
-        return self.names[0] if len(self.names) == 1 else self.source
-
-    def stored(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype by stored name."""
-        shape = self.spec.shape if len(self.names) == 1 else self.spec.shape[1:]
-        return dict.fromkeys(self.names, jax.ShapeDtypeStruct(shape, self.spec.dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportPlan:
-    """What an export writes: the leaves of each file, in order, and the config."""
-
-    files: dict[str, tuple[StoredLeaf, ...]]
-    config: dict[str, Any]
-    format: TensorFormat
-
-    @property
-    def leaves(self) -> list[StoredLeaf]:
-        return [leaf for leaves in self.files.values() for leaf in leaves]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(leaf.num_bytes for leaf in self.leaves)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(leaf.spec.size for leaf in self.leaves)
-
-    def stored(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of every tensor by the name it is stored under."""
-        return {name: spec for leaf in self.leaves for name, spec in leaf.stored().items()}
-
-    def index(self) -> dict[str, Any]:
-        weight_map = {name: file for file, leaves in self.files.items() for leaf in leaves for name in leaf.names}
-        metadata = {"total_size": self.num_bytes, "total_parameters": self.num_parameters}
-        return {"metadata": metadata, "weight_map": weight_map}
-
-
-@eqx.filter_jit
-def _load(model: Any, sources: tuple[str, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    tensors = to_tensors(model)
-    return [tensors[source].astype(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -177,16 +114,12 @@ class MarinMoeConverter(HFCheckpointConverter):
         """
         schema = schema_of(model.config) if self.schema is None else self.schema
         format = TensorFormat(schema, self.experts)
-        leaves = []
-        for source, spec in eqx.filter_eval_shape(to_tensors, model).items():
-            stays = dtype is None or source.endswith(ROUTER_BIAS) or not jnp.issubdtype(spec.dtype, jnp.floating)
-            spec = spec if stays else jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype))
-            leaves.append(StoredLeaf(source, spec, stored_names(source, spec.shape, format)))
-        return ExportPlan(_split(leaves, max_shard_size), self._hf_dict(model, schema, leaves), format)
+        files = plan_files(model, format, dtype, max_shard_size)
+        return ExportPlan(files, self._hf_dict(model, schema, files), format)
 
-    def _hf_dict(self, model: Any, schema: ArtifactSchema, leaves: list[StoredLeaf]) -> dict[str, Any]:
+    def _hf_dict(self, model: Any, schema: ArtifactSchema, files: dict[str, tuple[StoredLeaf, ...]]) -> dict[str, Any]:
         out = to_hf_dict(model.config, model.Vocab.size, schema)
-        out["dtype"] = str(leaves[0].spec.dtype)
+        out["dtype"] = str(next(iter(files.values()))[0].spec.dtype)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(self.tokenizer, name, None)
             if token is not None:
@@ -227,7 +160,7 @@ class MarinMoeConverter(HFCheckpointConverter):
             def load(keys: tuple[str, ...]) -> dict[str, jax.Array]:
                 leaves = [by_key[key] for key in keys]
                 sources, dtypes = tuple(x.source for x in leaves), tuple(x.spec.dtype for x in leaves)
-                return dict(zip(keys, _load(arrays, sources, dtypes), strict=True))
+                return dict(zip(keys, load_leaves(arrays, sources, dtypes), strict=True))
 
             save_hf_shards(
                 {file: {leaf.key: leaf.spec for leaf in leaves} for file, leaves in plan.files.items()},
@@ -302,19 +235,6 @@ def _is_folder_without_tokenizer(path: str) -> bool:
     return folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
-def _split(leaves: list[StoredLeaf], max_size: int) -> dict[str, tuple[StoredLeaf, ...]]:
-    """Consecutive leaves by file, none above `max_size` bytes unless one leaf alone is."""
-    groups: list[list[StoredLeaf]] = [[]]
-    for leaf in leaves:
-        if groups[-1] and sum(member.num_bytes for member in groups[-1]) + leaf.num_bytes > max_size:
-            groups.append([])
-        groups[-1].append(leaf)
-    if len(groups) == 1:
-        return {SAFE_TENSORS_MODEL: tuple(leaves)}
-    stem = SAFE_TENSORS_MODEL.removesuffix(".safetensors")
-    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": tuple(g) for i, g in enumerate(groups, start=1)}
-
-
 def _write_local(path: Path, plan: ExportPlan, write: Any, write_rest: Any) -> None:
     run_on_export_writer(lambda: begin(path))
     unfinished = unfinished_name(path)
@@ -322,7 +242,7 @@ def _write_local(path: Path, plan: ExportPlan, write: Any, write_rest: Any) -> N
 
     def finish() -> None:
         write_rest(unfinished)
-        check_written(unfinished, plan)
+        check_headers(unfinished, plan)
         complete(path)
 
     run_on_export_writer(finish)
@@ -342,19 +262,6 @@ def _write_remote(path: StoragePath, write: Any, write_rest: Any) -> None:
     run_on_export_writer(invalidate)
     write(str(path))
     run_on_export_writer(finish)
-
-
-def check_written(folder: Path, plan: ExportPlan) -> None:
-    """Compare the headers of written files with the plan.
-
-    Raises:
-        ValueError: a tensor is missing, or has another shape or dtype.
-    """
-    found = {name: (t.shape, t.dtype) for name, t in read_stored_tensors(folder).items()}
-    wanted = {name: (spec.shape, _DTYPE_NAMES[str(spec.dtype)]) for name, spec in plan.stored().items()}
-    for name in wanted.keys() | found.keys():
-        if found.get(name) != wanted.get(name):
-            raise ValueError(f"{folder}: {name} is {found.get(name)} on disk and was to be {wanted.get(name)}")
 
 
 def _compare_configs(given: Any, stored: Any, vocab_size: int) -> None:

@@ -178,6 +178,19 @@ def test_round_trip_native_to_hf_to_native_keeps_every_bit_and_the_next_loss(sca
         assert next_loss(back) == next_loss(model)
 
 
+def test_round_trip_of_a_model_sharded_over_eight_devices_keeps_every_bit(tmp_path):
+    model = random_model()
+    mesh, mapping = Mesh(np.array(jax.devices()).reshape(8), ("data",)), {axes.EMBED: "data"}
+    with hax.partitioning.set_mesh(mesh), hax.axis_mapping(mapping):
+        sharded = hax.shard(model, mapping)
+        MarinMoeConverter(MarinMoeConfig).save_pretrained(sharded, str(tmp_path / "hf"))
+        converter = MarinMoeConverter(MarinMoeConfig, reference_checkpoint=str(tmp_path / "hf"))
+        back = converter.load_pretrained(MarinMoeLMHeadModel, axis_mapping=mapping)
+    weight = back.transformer.layers.stacked.self_attn.q_proj.weight
+    assert weight.array.sharding.shard_shape(weight.array.shape)[-1] == ODD.hidden_dim // 8
+    assert_equal_leaves(model, back)
+
+
 def test_export_in_bf16_keeps_router_biases_in_fp32(tmp_path):
     model = random_model()
     save(model, tmp_path / "hf", dtype=jnp.bfloat16)

@@ -13,6 +13,8 @@ import json
 import logging
 import shutil
 import tempfile
+from collections import UserDict
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis
 from haliax.jax_utils import is_jax_array_like
+from jax.sharding import NamedSharding, PartitionSpec
 from levanter.compat.hf_checkpoints import (
     DEFAULT_EXPORT_HOST_BUDGET_BYTES,
     DEFAULT_MAX_SHARD_SIZE,
@@ -157,10 +160,10 @@ class MarinMoeConverter(HFCheckpointConverter):
         def write(folder: str) -> None:
             by_key = {leaf.key: leaf for leaf in plan.leaves}
 
-            def load(keys: tuple[str, ...]) -> dict[str, jax.Array]:
+            def load(keys: tuple[str, ...]) -> Mapping[str, jax.Array]:
                 leaves = [by_key[key] for key in keys]
                 sources, dtypes = tuple(x.source for x in leaves), tuple(x.spec.dtype for x in leaves)
-                return dict(zip(keys, load_leaves(arrays, sources, dtypes), strict=True))
+                return _ReplicatedOnAccess(zip(keys, load_leaves(arrays, sources, dtypes), strict=True))
 
             save_hf_shards(
                 {file: {leaf.key: leaf.spec for leaf in leaves} for file, leaves in plan.files.items()},
@@ -228,6 +231,19 @@ class MarinMoeConverter(HFCheckpointConverter):
             model = eqx.filter_eval_shape(config.model_type.init, Vocab, config, key=jax.random.PRNGKey(0))
             check_tensors(model, {n: t.shape for n, t in read_stored_tensors(folder).items()}, str(folder))
         return super().load_pretrained(lm_model_cls, ref, config, axis_mapping, resize_vocab_to_match_tokenizer, dtype)
+
+
+class _ReplicatedOnAccess(UserDict[str, jax.Array]):
+    """Tensors, each whole on every device when it is taken out; upstream's `reshard` does so on explicit meshes only.
+
+    One at a time, so that devices hold the files' tensors sharded and one of them whole.
+    """
+
+    def __getitem__(self, key: str) -> jax.Array:
+        value = super().__getitem__(key)
+        if isinstance(value.sharding, NamedSharding):
+            return jax.device_put(value, NamedSharding(value.sharding.mesh, PartitionSpec()))
+        return value
 
 
 def _is_folder_without_tokenizer(path: str) -> bool:

@@ -88,6 +88,7 @@ IMPORT_ORDER = """
     cli.misspellings
     cli.train_config
     cli.preflight
+    cli.run_config
     cli.training
     cli.stage_tables
     cli.stage_picture

@@ -17,6 +17,7 @@ from levanter.checkpoint import load_checkpoint
 from levanter.compat.hf_checkpoints import RepoRef
 from levanter.main import export_hf_to_lm, export_lm_to_hf
 from levanter.trainer import TrainerConfig
+from levanter.utils.jax_utils import local_cpu_mesh
 from test_train import ROOT, SOURCE, run, workplace, write_config  # noqa: F401
 
 from levanter_marin import axes
@@ -119,12 +120,11 @@ def test_checkpoints_of_a_run_go_through_every_command_and_back(workplace, monke
             hf_checkpoint=RepoRef("exported"), output_path="imported_by_levanter", model=model_config, dtype="float32"
         )
     )
-    weights = _leaves(load_checkpoint(shapes, native, subpath="model"))
-    for again in (
-        load_checkpoint(shapes, "imported/step-0", subpath="model"),
-        load_checkpoint(shapes, "imported_by_levanter"),
-    ):
-        found = _leaves(again)
+    with local_cpu_mesh():
+        weights = _leaves(load_checkpoint(shapes, native, subpath="model"))
+        ours = _leaves(load_checkpoint(shapes, "imported/step-0", subpath="model"))
+        theirs = _leaves(load_checkpoint(shapes, "imported_by_levanter"))
+    for found in (ours, theirs):
         assert [name for name in weights if not np.array_equal(weights[name], found[name])] == []
 
     # evaluation from either form

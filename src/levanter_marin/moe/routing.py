@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.jax_utils import named_call
-from haliax.partitioning import round_axis_for_partitioning
+from haliax.partitioning import current_thread_local_mapping, round_axis_for_partitioning
 from jaxtyping import PRNGKeyArray
 
 from levanter_marin import axes
@@ -70,8 +70,8 @@ def _top_k(x: NamedArray, axis: Axis, TopAxis: Axis) -> tuple[NamedArray, NamedA
         # XLA:CPU recognises a top-k only where values and indices are cut alike, and sorts all experts elsewhere
         return top, materialized(indices)
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(round_axis_for_partitioning(token_axis) != token_axis for token_axis in x.axes):
+    unmapped = jax.sharding.get_abstract_mesh().empty or current_thread_local_mapping() is None
+    if unmapped or any(round_axis_for_partitioning(token_axis) != token_axis for token_axis in x.axes):
         return of_shard(x)
     return hax.shard_map(of_shard)(x)
 

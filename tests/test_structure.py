@@ -99,6 +99,7 @@ IMPORT_ORDER = """
     cli.groups
     cli.export
     cli.import_
+    cli.generate
     cli.train
     cli.stages
     cli.main

@@ -23,6 +23,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("levanter_marin.cli.train", "train a model with Levanter's train_lm"),
     "stages": Command("levanter_marin.cli.stages", "train at growing sequence lengths, from one config"),
+    "generate": Command("levanter_marin.cli.generate", "print text from a trained model"),
     "describe": Command("levanter_marin.cli.describe", "print layers, parameter counts and FLOPs of a config"),
     "groups": Command("levanter_marin.cli.groups", "print how the hyperball optimizer trains each parameter"),
     "export": Command("levanter_marin.cli.export", "write a checkpoint as a Hugging Face folder"),

@@ -8,7 +8,8 @@ import collections
 import gc
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from levanter.checkpoint import discover_checkpoint_candidates
@@ -22,7 +23,8 @@ from levanter.trainer import TrainerConfig
 
 from levanter_marin.cli.errors import UserError
 from levanter_marin.cli.preflight import check_data, check_hf_export, mistake_behind
-from levanter_marin.cli.train_config import load_train_config
+from levanter_marin.cli.run_config import write_run_config
+from levanter_marin.cli.train_config import load_raw_config, load_train_config
 from levanter_marin.tracker import JsonLinesConfig
 
 
@@ -43,6 +45,8 @@ def run(config_path: str, overrides: list[str]) -> int:
 
     check_hf_export(config)
     check_data(config.data)
+    raw = load_raw_config(config_path, overrides)
+    _write_config(raw, config.trainer, done)  # before, so that a killed run has it
     try:
         train_lm.main(config)
     except Exception as error:
@@ -52,10 +56,16 @@ def run(config_path: str, overrides: list[str]) -> int:
         raise UserError(line) from error
     finally:
         close_data_loaders()
+        _write_config(raw, config.trainer, done)  # and after, since upstream names a run that has no id
     _tear_down_wandb(config.trainer)
     if jax.process_index() == 0:
         print("\n".join(_report(config.trainer)), flush=True)
     return 0
+
+
+def _write_config(raw: Mapping[str, Any], trainer: TrainerConfig, done: int) -> None:
+    if trainer.id is not None:
+        write_run_config(raw, trainer.checkpointer.expanded_path(trainer.id), done)
 
 
 def close_data_loaders() -> None:

@@ -1,10 +1,11 @@
 # Copyright The levanter-marin Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Sequences in pages, as Levanter's engine keeps them, driven by hand: feed, fork, free."""
+"""Sequences in pages, as Levanter's engine keeps them, driven by hand; and continuation without any cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,9 @@ from levanter.inference.engine import GenState
 from levanter.inference.jit_scheduler import DecodeState
 from levanter.inference.page_table import PageTable, PageTableSpec
 from levanter.inference.utils import INVALID
+from levanter.layers.attention import AttentionMask
 from levanter.layers.kv_cache import PageCache
+from levanter.models.lm_model import LmHeadModel
 
 
 class PagedSequences:
@@ -76,3 +79,21 @@ class PagedSequences:
             start += len(run)
             self.length[slot] += len(run)
         return outputs
+
+
+def greedy_continuations(model: LmHeadModel, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Each prompt and the `count` likeliest next tokens, by one full forward pass over all rows for each."""
+    starts = np.asarray([len(prompt) for prompt in prompts])
+    rows = np.zeros((len(prompts), starts.max() + count), np.int32)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[: len(prompt)] = prompt
+
+    @eqx.filter_jit
+    def next_tokens(model, rows, last):
+        logits = model(hax.named(rows, ("batch", "position")), AttentionMask.causal())
+        return jnp.argmax(logits.array[jnp.arange(len(last)), last], axis=-1)
+
+    index = np.arange(len(prompts))
+    for step in range(count):
+        rows[index, starts + step] = next_tokens(model, jnp.asarray(rows), jnp.asarray(starts + step - 1))
+    return [row[: start + count].tolist() for row, start in zip(rows, starts, strict=True)]

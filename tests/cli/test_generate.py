@@ -1,0 +1,96 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`levanter-marin generate`: the model's own continuation, found by the checkpoint's path alone."""
+
+import json
+from pathlib import Path
+
+import haliax as hax
+import jax
+import pytest
+import yaml
+from levanter.checkpoint import save_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from levanter_marin import axes
+from levanter_marin.cli.errors import UserError
+from levanter_marin.cli.main import main
+from levanter_marin.cli.run_config import find_run_config, write_run_config
+from levanter_marin.cli.train_config import decode_train_config
+from paging import greedy_continuations
+
+TINY = yaml.safe_load((Path(__file__).parents[1] / "data/tiny_train.yaml").read_text(encoding="utf-8"))
+PROMPT, TOKENS = "a prompt longer than the window of eight", 6
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with a checkpoint of an untrained model, its config beside it, and a byte tokenizer."""
+    folder = tmp_path_factory.mktemp("generate")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<end>", *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    config = {**TINY, "model": {**TINY["model"], "initializer_std": 0.2}}
+    config["data"] = {**TINY["data"], "tokenizer": str(folder / "tokenizer")}
+    write_run_config(config, str(folder / "run"), 0)
+    Vocab = hax.Axis(axes.VOCAB, tokenizer.get_vocab_size())
+    model = decode_train_config(config, "config").model.build(Vocab, key=jax.random.PRNGKey(0))
+    save_checkpoint({"model": model}, 2, str(folder / "run/step-2"))
+    return folder / "run", model, tokenizer
+
+
+@pytest.mark.slow
+def test_generate_greedy_prints_the_prompt_and_what_full_forward_passes_continue_with(run, capsys):
+    folder, model, tokenizer = run
+    assert main(["generate", str(folder), PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]) == 0
+    expected = greedy_continuations(model, [tokenizer.encode(PROMPT).ids], TOKENS)[0]
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert printed == tokenizer.decode(expected)
+    assert printed.startswith(PROMPT) and len(printed) > len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    (
+        (["run", "x", "--tokens", "0"], "--tokens 0 must be positive"),
+        (["run", "x", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
+        (["run", "x", "--top-p", "1.5"], "--top-p 1.5 must be above 0"),
+        (["nowhere", "x"], "no checkpoint in nowhere; `levanter-marin train` names one"),
+        (["run", "x", "--tokenizer", "nowhere"], "no tokenizer folder nowhere; name one with --tokenizer"),
+        (["run", "x", "--config", "nowhere.yaml"], "no config file nowhere.yaml"),
+    ),
+    ids=lambda case: case if isinstance(case, str) else " ".join(case[2:]) or case[0],
+)
+def test_generate_with_mistake_tells_it_in_one_line(arguments, expected, run, capsys, monkeypatch):
+    monkeypatch.chdir(run[0].parent)
+    assert main(["generate", *arguments]) == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_generate_with_another_tokenizer_than_trained_with_names_the_vocabulary(run, tmp_path, capsys):
+    vocabulary = {"<end>": 0, "x": 1}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert main(["generate", str(run[0]), "x", "--tokenizer", str(tmp_path)]) == 2
+    assert "does not fit its config and a vocabulary of 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("checkpoint", "start"), (("step-9", 0), ("step-10", 10), ("step-25", 20), ("", 20)))
+def test_run_config_of_a_checkpoint_is_the_last_that_started_before_it(checkpoint, start, tmp_path):
+    for begun in (20, 0, 10):
+        write_run_config({"model": {"num_layers": begun}}, str(tmp_path), begun)
+    found = yaml.safe_load(Path(find_run_config(str(tmp_path / checkpoint))).read_text(encoding="utf-8"))
+    assert found["model"]["num_layers"] == start
+    assert {path.suffix for path in tmp_path.iterdir()} == {".yaml"}
+
+
+def test_run_config_of_a_checkpoint_before_any_is_refused(tmp_path):
+    write_run_config({}, str(tmp_path), 10)
+    with pytest.raises(UserError, match="give the training config with --config"):
+        find_run_config(str(tmp_path / "step-9"))

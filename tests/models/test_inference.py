@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import pytest
 import toy
 import yaml
+from haliax.partitioning import set_mesh
+from jax.sharding import AxisType
 from levanter.checkpoint import latest_checkpoint_path
 from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
@@ -50,8 +52,8 @@ def _run(folder, *command):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """A folder with a byte tokenizer, in which the nano model was trained on these tests for some steps."""
+def folder(tmp_path_factory):
+    """A folder with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("inference")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<end>", *alphabet])}, merges=[]))
@@ -62,6 +64,12 @@ def workplace(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workplace(folder):
+    """The folder, after the nano model was trained in it on these tests for some steps."""
     texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))]
     (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     config = yaml.safe_load((ROOT / "config/marin_moe_nano.yaml").read_text(encoding="utf-8"))
@@ -81,8 +89,12 @@ def trained(workplace):
     config = load_train_config(find_run_config(checkpoint), [])
     tokenizer = load_tokenizer(config.data.tokenizer)
     Vocab = hax.Axis(axes.VOCAB, len(tokenizer))
-    key = jax.random.PRNGKey(0)
-    return load_levanter_checkpoint(config.model, checkpoint, Vocab=Vocab, axis_mapping={}, key=key), tokenizer
+    with set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))):
+        model = load_levanter_checkpoint(
+            config.model, checkpoint, Vocab=Vocab, axis_mapping={}, key=jax.random.PRNGKey(0)
+        )
+    # on the default device alone
+    return jax.tree.map(jnp.asarray, jax.device_get(model)), tokenizer
 
 
 def _greedy_requests(prompts: list[list[int]], count: int, clones: int = 1) -> list[Request]:
@@ -142,14 +154,14 @@ def test_sample_lm_of_the_trained_nano_model_prints_its_greedy_continuation(work
         assert f"Tokens for sequence {i} (len: 8: [{tokens[len(prompts[i])]}, " in printed
 
 
-def test_openai_style_server_completes_a_prompt_with_the_greedy_continuation(workplace):
+def test_openai_style_server_completes_a_prompt_with_the_greedy_continuation(folder):
     server_module = pytest.importorskip(
         "levanter.inference.openai", reason="needs `pip install levanter-marin[serve]`"
     )
     client_module = pytest.importorskip("fastapi.testclient", reason="needs `pip install levanter-marin[serve]`")
-    tokenizer = load_tokenizer(str(workplace / "tokenizer"))
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
     model = toy.config(num_layers=2).build(hax.Axis(axes.VOCAB, len(tokenizer)), key=jax.random.PRNGKey(0))
-    trainer = toy.trainer_config(workplace / "server")
+    trainer = toy.trainer_config(folder / "server")
     engine = InferenceEngineConfig(
         max_seq_len=32, page_size=8, max_pages=8, max_seqs=2, max_rounds=8, max_queued_tokens=16,
         max_seqs_in_prefill=2, compute_dtype=jnp.float32,

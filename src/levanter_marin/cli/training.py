@@ -119,4 +119,6 @@ def _report(trainer: TrainerConfig) -> Iterator[str]:
             yield f"metrics     W&B project {tracker.project}, run {run_id}; local files under wandb/"
     for log in sorted(trainer.log_dir.glob(f"{run_id}*.log")):
         yield f"log         {log}"
+    if checkpoints:
+        yield f'text        levanter-marin generate {checkpoints[-1].path} "def main("'
     yield f"run id      {run_id} (continue with --trainer.id {run_id} and a larger --trainer.num_train_steps)"

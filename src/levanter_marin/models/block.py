@@ -84,7 +84,7 @@ class Block(eqx.Module):
     ) -> tuple[NamedArray, LayerPageCache]:
         """x: {position, embed}, the next tokens of several sequences; as `__call__` over each whole sequence.
 
-        The router bias stays as it is, and every expert computes all that it is given.
+        The router bias stays as it is; experts have the capacity of evaluation, which by default drops nothing.
         """
         attn_out, cache = self.self_attn.decode(self.attention_input(x), kind, cache, tokens)
         attn_out, cache = decode_at_site(ConvSite.attn, self.sconv_attn, attn_out, cache, tokens)

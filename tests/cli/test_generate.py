@@ -4,6 +4,7 @@
 """`levanter-marin generate`: the model's own continuation, found by the checkpoint's path alone."""
 
 import json
+import shutil
 from pathlib import Path
 
 import haliax as hax
@@ -36,7 +37,7 @@ def run(tmp_path_factory):
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    config = {**TINY, "model": {**TINY["model"], "initializer_std": 0.2}}
+    config = {**TINY, "model": {**TINY["model"], "initializer_std": 0.2, "gated_norm_rank": 128}}
     config["data"] = {**TINY["data"], "tokenizer": str(folder / "tokenizer")}
     write_run_config(config, str(folder / "run"), 0)
     Vocab = hax.Axis(axes.VOCAB, tokenizer.get_vocab_size())
@@ -45,10 +46,22 @@ def run(tmp_path_factory):
     return folder / "run", model, tokenizer
 
 
+@pytest.fixture(params=("native", "hf"))
+def checkpoint(request, run):
+    """The run's folder, or its model in the Hugging Face format."""
+    folder, model, _ = run
+    if request.param == "hf":
+        folder = folder.parent / "hf"
+        model.config.hf_checkpoint_converter().save_pretrained(model, str(folder), save_tokenizer=False)
+        for file in (folder.parent / "tokenizer").iterdir():
+            shutil.copy(file, folder)
+    return str(folder)
+
+
 @pytest.mark.slow
-def test_generate_greedy_prints_the_prompt_and_what_full_forward_passes_continue_with(run, capsys):
-    folder, model, tokenizer = run
-    assert main(["generate", str(folder), PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]) == 0
+def test_generate_greedy_prints_the_prompt_and_what_full_forward_passes_continue_with(checkpoint, run, capsys):
+    _, model, tokenizer = run
+    assert main(["generate", checkpoint, PROMPT, "--tokens", str(TOKENS), "--temperature", "0"]) == 0
     expected = greedy_continuations(model, [tokenizer.encode(PROMPT).ids], TOKENS)[0]
     printed = capsys.readouterr().out.removesuffix("\n")
     assert printed == tokenizer.decode(expected)
@@ -62,7 +75,7 @@ def test_generate_greedy_prints_the_prompt_and_what_full_forward_passes_continue
         (["run", "x", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
         (["run", "x", "--top-p", "1.5"], "--top-p 1.5 must be above 0"),
         (["nowhere", "x"], "no checkpoint in nowhere; `levanter-marin train` names one"),
-        (["run", "x", "--tokenizer", "nowhere"], "no tokenizer folder nowhere; name one with --tokenizer"),
+        (["run", "x", "--tokenizer", "nowhere"], "no tokenizer.json in nowhere; name a tokenizer's folder with"),
         (["run", "x", "--config", "nowhere.yaml"], "no config file nowhere.yaml"),
     ),
     ids=lambda case: case if isinstance(case, str) else " ".join(case[2:]) or case[0],
@@ -73,12 +86,12 @@ def test_generate_with_mistake_tells_it_in_one_line(arguments, expected, run, ca
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_generate_with_another_tokenizer_than_trained_with_names_the_vocabulary(run, tmp_path, capsys):
+def test_generate_with_another_tokenizer_than_trained_with_is_refused_in_one_line(run, tmp_path, capsys):
     vocabulary = {"<end>": 0, "x": 1}
     Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert main(["generate", str(run[0]), "x", "--tokenizer", str(tmp_path)]) == 2
-    assert "does not fit its config and a vocabulary of 2" in capsys.readouterr().err
+    assert f"{run[0]} cannot be loaded: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("checkpoint", "start"), (("step-9", 0), ("step-10", 10), ("step-25", 20), ("", 20)))

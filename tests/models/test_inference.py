@@ -128,6 +128,33 @@ def test_engine_greedy_continuation_of_the_trained_nano_model_equals_repeated_fu
     assert result[::2] == result[1::2]
 
 
+TORCH_PYTHON = ROOT / ".venv-torch/bin/python"
+TORCH_CODE = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+folder, prompts, count = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+for prompt in prompts:
+    tokens = torch.tensor([prompt])
+    print(json.dumps(model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)[0].tolist()))
+"""
+
+
+def test_exported_pytorch_file_greedy_continuation_equals_repeated_full_forward_passes(trained, tmp_path):
+    if not TORCH_PYTHON.exists():
+        pytest.skip("needs the environment that `make test-torch` makes")
+    model, tokenizer = trained
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    model.config.hf_checkpoint_converter().save_pretrained(model, str(tmp_path / "hf"), save_tokenizer=False)
+    arguments = ["-c", TORCH_CODE, str(tmp_path / "hf"), json.dumps(prompts), str(TOKENS)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    result = subprocess.run([TORCH_PYTHON, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-5000:]
+    continuations = [json.loads(line) for line in result.stdout.splitlines()]
+    assert continuations == greedy_continuations(model, prompts, TOKENS)
+
+
 def test_sample_lm_of_the_trained_nano_model_prints_its_greedy_continuation(workplace, trained):
     model, tokenizer = trained
     trainer = {"mp": "f32", "require_accelerator": False, "tracker": {"type": "noop"}, "log_dir": "logs"}
@@ -181,10 +208,10 @@ def test_openai_style_server_completes_a_prompt_with_the_greedy_continuation(fol
 
 
 DOCUMENTS = [
-    {"start": "def __init__(", "ends": ["self", "9 ="], "gold": 0},
-    {"start": "import ", "ends": [")(]", "pytest"], "gold": 1},
-    {"start": "    return ", "ends": ["None", "%%%%"], "gold": 1},
-    {"start": "from haliax ", "ends": ["import", "((((((", "zzz"], "gold": 0},
+    {"start": "def", "ends": ["__init__(", "99 9"], "gold": 0},
+    {"start": "import", "ends": [")(]", "pytest"], "gold": 1},
+    {"start": "    return", "ends": ["None", "%%%%"], "gold": 1},
+    {"start": "from haliax", "ends": ["import", "((((((", "zzz"], "gold": 0},
 ]
 
 
@@ -209,7 +236,7 @@ def test_lm_eval_harness_with_a_local_task_scores_as_full_forward_passes_do(work
         "doc_to_text": "{{start}}",
         "doc_to_choice": "{{ends}}",
         "doc_to_target": "gold",
-        "target_delimiter": "",
+        "target_delimiter": " ",
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
     trainer = {"mp": "f32", "require_accelerator": False, "tracker": {"type": "noop"}, "log_dir": "logs"}
@@ -228,7 +255,8 @@ def test_lm_eval_harness_with_a_local_task_scores_as_full_forward_passes_do(work
     correct = []
     for document, sample in zip(DOCUMENTS, results["samples"]["local_code"], strict=True):
         context = tokenizer.encode(document["start"])
-        expected = [_log_likelihood(model, context, tokenizer.encode(end)) for end in document["ends"]]
+        rows = [tokenizer.encode(f"{document['start']} {end}") for end in document["ends"]]
+        expected = [_log_likelihood(model, context, row[len(context) :]) for row in rows]
         scores = [response[0] for response in sample["filtered_resps"]]
         assert scores == pytest.approx(expected, abs=LOG_LIKELIHOOD_ATOL)
         correct.append(expected.index(max(expected)) == document["gold"])

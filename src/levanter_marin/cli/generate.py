@@ -6,12 +6,14 @@
 import argparse
 import logging
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import haliax as hax
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from haliax.partitioning import round_axis_for_partitioning
+from haliax.partitioning import ResourceMapping, round_axis_for_partitioning
 from levanter.checkpoint import discover_latest_checkpoint
 from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
@@ -19,15 +21,20 @@ from levanter.main.train_lm import TrainLmConfig
 from levanter.model_loading import load_levanter_checkpoint
 from levanter.models.lm_model import LmHeadModel
 from levanter.tokenizers import MarinTokenizer, load_tokenizer
+from levanter.trainer import TrainerConfig
+from rigging.filesystem.storage_path import StoragePath
 
 from levanter_marin import axes
 from levanter_marin.cli.errors import UserError
 from levanter_marin.cli.run_config import find_run_config
 from levanter_marin.cli.train_config import decode_train_config, load_raw_config
+from levanter_marin.interop.folder import CONFIG_NAME
+from levanter_marin.models.marin_moe import MarinMoeConfig, MarinMoeLMHeadModel
 
 DESCRIPTION = """Print a prompt and how the model continues it.
 
-CHECKPOINT is what `levanter-marin train` names at its end: a folder `step-N`, or that of its run, for the newest."""
+CHECKPOINT is what `levanter-marin train` names at its end: a folder `step-N`, or that of its run, for the newest; or a
+folder in the Hugging Face format, with its config.json."""
 
 _PAGE_SIZE = 32
 
@@ -57,26 +64,25 @@ def main(argv: list[str]) -> int:
 
     # one warning for every component that the model lacks
     logging.getLogger("levanter.tensorstore_serialization").setLevel(logging.ERROR)
-    checkpoint = discover_latest_checkpoint(options.checkpoint)
-    if checkpoint is None:
-        raise UserError(f"no checkpoint in {options.checkpoint}; `levanter-marin train` names one at its end")
-    config_path = options.config or find_run_config(checkpoint)
-    raw = load_raw_config(config_path, [])
-    config = decode_train_config({key: raw[key] for key in ("model", "data", "trainer") if key in raw}, config_path)
-    tokenizer = _load_tokenizer(options.tokenizer or config.data.tokenizer)
-    with config.trainer.use_device_mesh():
-        model = _load_model(checkpoint, config, tokenizer)
-        continuation = generate(
+    is_hf = (StoragePath(options.checkpoint) / CONFIG_NAME).exists()
+    find = _find_hf if is_hf else _find_native
+    source = find(options.checkpoint, options.config, options.tokenizer)
+    with source.trainer.use_device_mesh():
+        try:
+            model = source.load()
+        except (ValueError, FileNotFoundError) as error:
+            raise UserError(f"{options.checkpoint} cannot be loaded: {error}") from error
+        text = generate(
             model,
-            tokenizer,
+            source.tokenizer,
             options.prompt,
             num_tokens=options.tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             seed=options.seed,
-            config=config,
+            axis_resources=source.trainer.compute_axis_mapping,
         )
-    print(continuation)
+    print(text)
     return 0
 
 
@@ -89,13 +95,13 @@ def generate(
     temperature: float,
     top_p: float,
     seed: int,
-    config: TrainLmConfig,
+    axis_resources: ResourceMapping | None = None,
 ) -> str:
     """The prompt and up to `num_tokens` more, ended early by the tokenizer's end-of-text token.
 
     Args:
-        model: in compute precision, under its device mesh.
-        config: says the dtype of the cache and how arrays are sharded.
+        model: in the precision to compute in, which is that of its cache too.
+        axis_resources: how the cache is sharded over the current mesh.
     """
     end = tokenizer.eos_token_id
     tokens = tokenizer.encode(prompt, add_special_tokens=True) or [token for token in (end,) if token is not None]
@@ -115,9 +121,9 @@ def generate(
             max_rounds=num_tokens,  # of one call, of which the engine makes max_seq_len // max_rounds
             max_stop_seqs=1,
             max_stop_tokens=1,
-            compute_dtype=config.trainer.mp.compute_dtype,
+            compute_dtype=model.get_lm_head().dtype,
         ),
-        axis_resources=config.trainer.compute_axis_mapping,
+        axis_resources=axis_resources,
     )
     stop = None if end is None else hax.named(jnp.asarray([[end]], jnp.int32), ("stop_seq", axes.POSITION))
     params = SeqDecodingParams(
@@ -131,20 +137,49 @@ def generate(
     return tokenizer.decode([*tokens, *result.tokens[0]], skip_special_tokens=True)
 
 
-def _load_tokenizer(path: str) -> MarinTokenizer:
-    if not os.path.isdir(path):
-        raise UserError(f"no tokenizer folder {path}; name one with --tokenizer")
-    return load_tokenizer(path)
+class _Source(NamedTuple):
+    """A checkpoint that was found: `load` reads it under the device mesh of `trainer`."""
+
+    trainer: TrainerConfig
+    tokenizer: MarinTokenizer
+    load: Callable[[], LmHeadModel]
 
 
-def _load_model(checkpoint: str, config: TrainLmConfig, tokenizer: MarinTokenizer) -> LmHeadModel:
+def _find_native(checkpoint: str, config_path: str | None, tokenizer_path: str | None) -> _Source:
+    newest = discover_latest_checkpoint(checkpoint)
+    if newest is None:
+        raise UserError(f"no checkpoint in {checkpoint}; `levanter-marin train` names one at its end")
+    config = _read_config(config_path or find_run_config(newest))
     trainer = config.trainer
-    Vocab = round_axis_for_partitioning(Axis(axes.VOCAB, len(tokenizer)), trainer.parameter_axis_mapping)
-    key = jax.random.PRNGKey(0)
-    try:
+    tokenizer = _load_tokenizer(tokenizer_path or config.data.tokenizer)
+
+    def load() -> LmHeadModel:
+        mapping = trainer.parameter_axis_mapping
+        Vocab = round_axis_for_partitioning(Axis(axes.VOCAB, len(tokenizer)), mapping)
         model = load_levanter_checkpoint(
-            config.model, checkpoint, Vocab=Vocab, axis_mapping=trainer.parameter_axis_mapping, key=key
+            config.model, newest, Vocab=Vocab, axis_mapping=mapping, key=jax.random.PRNGKey(0)
         )
-    except (ValueError, FileNotFoundError, KeyError) as error:
-        raise UserError(f"{checkpoint} does not fit its config and a vocabulary of {Vocab.size}: {error}") from error
-    return trainer.mp.cast_to_compute(model)
+        return trainer.mp.cast_to_compute(model)
+
+    return _Source(trainer, tokenizer, load)
+
+
+def _find_hf(checkpoint: str, config_path: str | None, tokenizer_path: str | None) -> _Source:
+    trainer = _read_config(config_path).trainer if config_path else TrainerConfig()
+
+    def load() -> LmHeadModel:
+        converter = MarinMoeConfig().hf_checkpoint_converter()
+        return converter.load_pretrained(MarinMoeLMHeadModel, checkpoint, axis_mapping=trainer.parameter_axis_mapping)
+
+    return _Source(trainer, _load_tokenizer(tokenizer_path or checkpoint), load)
+
+
+def _read_config(path: str) -> TrainLmConfig:
+    raw = load_raw_config(path, [])
+    return decode_train_config({key: raw[key] for key in ("model", "data", "trainer") if key in raw}, path)
+
+
+def _load_tokenizer(folder: str) -> MarinTokenizer:
+    if not os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        raise UserError(f"no tokenizer.json in {folder}; name a tokenizer's folder with --tokenizer")
+    return load_tokenizer(folder)

@@ -61,9 +61,11 @@ def run_layers(
                 collected.append(statistics)
             return x, tuple(collected)
 
-        # layers are checkpointed one by one, so the scan itself keeps only a nested policy's outer level
-        scan_policy = dataclasses.replace(policy, disable=True)
-        x, by_member = hax.scan(run_group, Group, remat=scan_policy)(x, *members)
+        if policy.nested:
+            # layers are checkpointed one by one, so the scan itself keeps only the outer level
+            x, by_member = hax.scan(run_group, Group, remat=dataclasses.replace(policy, disable=True))(x, *members)
+        else:
+            x, by_member = _scan(run_group, Group, x, members)
         grouped = _stack(Member, by_member)
         parts.append(
             hax.tree_util.tree_map(
@@ -89,6 +91,16 @@ def _checkpointed(kind: LayerKind, policy: ScanCheckpointPolicy) -> Callable:
         return block(x, kind, context)
 
     return policy.checkpoint("layer__carry", "layer__input", run)
+
+
+def _scan(run_group: Callable, Group: Axis, x: NamedArray, members: list[Block]):
+    """`hax.scan` without its checkpoint names: behind one, the backward pass would keep a second copy of all weights."""
+
+    def step(x: NamedArray, blocks: list[Block]):
+        return run_group(x, *hax.tree_util.tree_map(lambda a: hax.named(a.array, a.axis_names[1:]), blocks))
+
+    x, by_member = jax.lax.scan(step, x, members)
+    return x, hax.tree_util.tree_map(lambda a: hax.named(a.array, (Group, *a.axis_names)), by_member)
 
 
 def _stack(axis: Axis, trees) -> RoutingStatistics:

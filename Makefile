@@ -1,4 +1,4 @@
-# Every target first makes .venv from requirements.lock with a Python 3.12 or 3.13 that it finds by itself.
+# Every target but gpu-check first makes .venv from requirements.lock with a Python 3.12 or 3.13 that it finds by itself.
 # PYTHON=/path/to/python names one. After the first time no network is needed. Only test-torch has its own environment.
 
 CONFIG ?= config/marin_moe_nano.yaml
@@ -10,7 +10,7 @@ SLOW_TEST_TIMEOUT := 900
 BIN := .venv/bin
 PYTHON_FOLDERS := $(wildcard src tests tests_torch benchmarks examples)
 
-.PHONY: train stages test test-slow test-torch lint format corpus install lock
+.PHONY: train stages test test-slow test-torch lint format corpus install lock gpu-check
 
 # Train on the corpus under runs/corpus, which is built from Python's own source if there is none.
 # make train CONFIG=config/other.yaml ARGS="--trainer.num_train_steps 100"
@@ -61,3 +61,8 @@ install:
 
 lock:
 	scripts/lock.sh
+
+# The MoE layer on one GPU: right, and how fast. Makes no .venv: PYTHON=/path/to/python names an interpreter with JAX for
+# that GPU, WHEELS=folder the wheels it lacks (64 MiB at most). make gpu-check GPU_CHECK_ARGS=--small runs on a CPU.
+gpu-check:
+	@scripts/gpu_check.sh $(GPU_CHECK_ARGS)

@@ -81,6 +81,10 @@ IMPORT_ORDER = """
     schedule.driver
     analysis.counts
     analysis.plots
+    analysis.train_state
+    analysis.activations
+    analysis.exchange
+    analysis.device_plan
     registration
     _autoload
     _shims.levanter_marin_plugin
@@ -100,6 +104,7 @@ IMPORT_ORDER = """
     cli.export
     cli.import_
     cli.generate
+    cli.plan
     cli.train
     cli.stages
     cli.main

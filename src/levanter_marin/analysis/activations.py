@@ -4,18 +4,19 @@
 """What the backward pass keeps of the forward pass, read off the traced program; nothing is compiled or computed."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jmp
-from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from levanter.models.lm_model import LmExample
 from levanter.models.loss import maybe_fused_next_token_loss
 
 from levanter_marin import axes
+from levanter_marin.config import DispatchImplementation
 from levanter_marin.models.marin_moe import MarinMoeConfig
 
 
@@ -50,6 +51,8 @@ def activation_bytes(
     The remat policy is the model's own. Kernels are those of the default backend: on CPU, attention in blocks, and
     experts that keep only their inputs.
     """
+    dispatch = dataclasses.replace(model.moe.dispatch, implementation=DispatchImplementation.local)
+    model = dataclasses.replace(model, moe=dataclasses.replace(model.moe, dispatch=dispatch))
     unchecked = dataclasses.replace(model, gradient_checkpointing=False)
     saved, everything = (_saved_by_loss(m, vocab, batch, mp, z_loss_weight) for m in (model, unchecked))
     layers = model.num_layers
@@ -68,18 +71,54 @@ def saved_bytes(function: Callable[..., Any], weights: Any, *inputs: Any) -> int
     offloaded to the host does not count.
     """
     jaxpr, num_weights = _trace(lambda w, x: jax.vjp(lambda w: function(w, *x), w)[1], weights, inputs)
-    depends = set(jaxpr.invars[num_weights:])
-    for equation in jaxpr.eqns:
-        if any(not isinstance(v, Literal) and v in depends for v in equation.invars):
-            depends.update(equation.outvars)
-    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal) and v in depends}
+    depends = _depend(jaxpr, [i >= num_weights for i in range(len(jaxpr.invars))])
+    kept = {v for v, needed in zip(jaxpr.outvars, depends, strict=True) if needed}
     return sum(_bytes(v.aval) for v in kept if v.aval.memory_space == jax.memory.Space.Device)
+
+
+def _depend(jaxpr: Jaxpr, arguments: list[bool]) -> list[bool]:
+    """Which results depend on one of the arguments that are marked."""
+    depends = {v for v, marked in zip(jaxpr.invars, arguments, strict=True) if marked}
+
+    def marks(variables) -> list[bool]:
+        return [not isinstance(v, Literal) and v in depends for v in variables]
+
+    for equation in jaxpr.eqns:
+        results = _results_depend(equation, marks(equation.invars))
+        depends.update(v for v, marked in zip(equation.outvars, results, strict=True) if marked)
+    return marks(jaxpr.outvars)
+
+
+def _results_depend(equation: JaxprEqn, arguments: list[bool]) -> list[bool]:
+    inner = list(jaxprs_in_params(equation.params))
+    if not any(arguments) or len(inner) != 1 or len(inner[0].invars) != len(arguments):
+        return [any(arguments)] * len(equation.outvars)
+    body = inner[0]
+    if equation.primitive.name != "scan":
+        results = _depend(body, arguments)
+        return results if len(results) == len(equation.outvars) else [any(arguments)] * len(equation.outvars)
+    # Constants and carries have the same shape inside; what is scanned over, and the results of all steps, do not.
+    num_carries = sum(_same_shape(equation.outvars, body.outvars))
+    end = sum(_same_shape(equation.invars, body.invars))
+    carries = slice(end - num_carries, end)
+    while True:
+        results = _depend(body, arguments)
+        after = [a or b for a, b in zip(arguments[carries], results[:num_carries], strict=True)]
+        if after == arguments[carries]:
+            return results
+        arguments = [*arguments[: carries.start], *after, *arguments[end:]]
+
+
+def _same_shape(outside: Sequence[Any], inside: Sequence[Any]) -> list[bool]:
+    return [a.aval.shape == b.aval.shape for a, b in zip(outside, inside, strict=True)]
 
 
 def _saved_by_loss(model, vocab, batch, mp, z_loss_weight) -> int:
     def loss(weights, batch):
         cast = mp.cast_to_compute(weights)
-        return cast.compute_next_token_loss(batch, logsumexp_weight=z_loss_weight).scalar()
+        # a key makes it the loss of training, with its metrics
+        key = jax.random.PRNGKey(0)
+        return cast.compute_next_token_loss(batch, key=key, logsumexp_weight=z_loss_weight)[0].scalar()
 
     return saved_bytes(loss, _weights(model, vocab), batch)
 

@@ -47,7 +47,7 @@ class DeviceBytes:
         gradient_accumulator: a second copy while microbatches are added up.
         cast_weights: the weights in the compute dtype, where it differs.
         cast_gradients: their gradients before the cast back.
-        gathered_weights: the weights of one layer or of the LM head as the computation shards them, and their gradient.
+        gathered_weights: the weights of one layer or of the LM head as the computation shards them; their gradient.
         activations: kept and recomputed, without routed experts.
         expert_rows: buffers of the exchange and hidden rows of the routed experts of one layer.
         expert_row_gradients: their cotangents.
@@ -167,7 +167,7 @@ def plan_device(
         tokens=rows * seq_len,
         shards=mesh.shape.get(axes.EXPERT_MESH_AXIS, 1),
         mlp_shards=axis_shards(axes.MLP, compute, mesh),
-        itemsize=mp.compute_dtype.itemsize,
+        itemsize=jax.numpy.dtype(mp.compute_dtype).itemsize,
         implementation=_implementation(config, mesh),
         grouped_matmul=grouped_matmul,
         trips=4 + 2 * recomputations,
@@ -244,7 +244,7 @@ def _implementation(config: TrainLmConfig, mesh: AbstractMesh) -> DispatchImplem
         if wanted is DispatchImplementation.auto:
             wanted = best_implementation()
         if wanted in (DispatchImplementation.ragged_all_to_all, DispatchImplementation.padded_all_to_all):
-            require_expert_parallel(tokens)
+            require_expert_parallel(tokens, model.moe.num_experts)
     return wanted
 
 

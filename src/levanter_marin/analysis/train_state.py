@@ -9,6 +9,7 @@ Everything is abstract: `jax.sharding.AbstractMesh` stands for the devices and `
 import dataclasses
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import equinox as eqx
@@ -26,6 +27,15 @@ from levanter.utils.mesh import DEFAULT_DCN_AXIS_SPEC, MeshConfig
 
 from levanter_marin import axes
 
+EXPERT_PARALLEL_MAPPINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "shared_mapping": {axes.EXPERTS: axes.EXPERT_MESH_AXIS},
+        "compute_mapping": {axes.BATCH: ["replica_dcn", "replica", "data", axes.EXPERT_MESH_AXIS]},
+        "param_mapping": {axes.EMBED: ["data", axes.EXPERT_MESH_AXIS]},
+    }
+)
+"""Fields of `MeshConfig` for expert parallelism, as the files under config/mesh have them."""
+
 
 def with_mesh_sizes(mesh: MeshConfig, sizes: Mapping[str, int]) -> MeshConfig:
     """The same mappings over a mesh of exactly these sizes; axes that are not named get size 1.
@@ -33,12 +43,18 @@ def with_mesh_sizes(mesh: MeshConfig, sizes: Mapping[str, int]) -> MeshConfig:
     Axes across slices stay those of `mesh`, or Levanter's default `replica_dcn`.
     """
     across = {**DEFAULT_DCN_AXIS_SPEC, **mesh.dcn_axes}
-    within = [name for name in ("data", *mesh.axes, *sizes) if name not in across]
+    within = [name for name in ("data", *mesh.axes, *sizes, *sorted(mapped_mesh_axes(mesh))) if name not in across]
     return dataclasses.replace(
         mesh,
         axes={name: sizes.get(name, 1) for name in within},
         dcn_axes={name: sizes.get(name, 1) for name in across},
     )
+
+
+def mapped_mesh_axes(mesh: MeshConfig) -> set[str]:
+    """The mesh axes that a mapping names."""
+    targets = (*mesh.resolved_compute_mapping.values(), *mesh.resolved_param_mapping.values())
+    return {name for target in targets for name in ((target,) if isinstance(target, str) else target)}
 
 
 def abstract_mesh(mesh: MeshConfig, num_devices: int | None = None) -> AbstractMesh:

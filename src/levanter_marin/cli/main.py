@@ -25,6 +25,7 @@ COMMANDS = {
     "stages": Command("levanter_marin.cli.stages", "train at growing sequence lengths, from one config"),
     "generate": Command("levanter_marin.cli.generate", "print text from a trained model"),
     "describe": Command("levanter_marin.cli.describe", "print layers, parameter counts and FLOPs of a config"),
+    "plan": Command("levanter_marin.cli.plan", "print memory, all-to-all bytes and FLOPs of a step on any mesh"),
     "groups": Command("levanter_marin.cli.groups", "print how the hyperball optimizer trains each parameter"),
     "export": Command("levanter_marin.cli.export", "write a checkpoint as a Hugging Face folder"),
     "import": Command("levanter_marin.cli.import_", "make a checkpoint from a Hugging Face folder"),

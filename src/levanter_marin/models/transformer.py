@@ -94,7 +94,7 @@ def _checkpointed(kind: LayerKind, policy: ScanCheckpointPolicy) -> Callable:
 
 
 def _scan(run_group: Callable, Group: Axis, x: NamedArray, members: list[Block]):
-    """`hax.scan` without its checkpoint names: behind one, the backward pass would keep a second copy of all weights."""
+    """`hax.scan` without its checkpoint names, behind which the backward pass would keep a copy of all weights."""
 
     def step(x: NamedArray, blocks: list[Block]):
         return run_group(x, *hax.tree_util.tree_map(lambda a: hax.named(a.array, a.axis_names[1:]), blocks))

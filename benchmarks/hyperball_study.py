@@ -40,7 +40,7 @@ from levanter_marin.optim.newton_schulz import NewtonSchulzDtype
 
 SCHEDULE: dict[str, Any] = {"lr_schedule": "linear", "warmup": 0.05, "min_lr_ratio": 0.05}
 VALIDATION_SEQUENCES = 64
-WINDOW = 10  # steps over which training losses are averaged
+WINDOW = 20  # steps over which training losses are averaged
 
 
 def optimizer_config(kind: str, learning_rate: float) -> OptimizerConfig:
@@ -144,39 +144,40 @@ def smoothed(losses: Sequence[float]) -> np.ndarray:
     return np.asarray([np.mean(losses[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(losses))])
 
 
-def steps_to(curve: np.ndarray, loss: float) -> int:
-    """The first step at which a curve that gets there is at `loss`; counted from one."""
-    return int(np.argmax(curve <= loss)) + 1
+def steps_to_equal_loss(adam: dict[str, Any], hyperball: Sequence[dict[str, Any]]) -> float | None:
+    """Steps that hyperball needs for Adam's validation loss, from runs of different lengths at one learning rate.
 
-
-def steps_ratio(adam: dict[str, Any], hyperball: dict[str, Any]) -> dict[str, float]:
-    """Steps of Adam over those of hyperball to the lowest smoothed training loss that both reach.
-
-    The one that reaches it first has by then not yet lowered its learning rate to the end, so this understates it.
+    Every run has a whole schedule, which parts of one run have not. The loss is taken as linear in the logarithm of
+    the steps, between the runs and a little beyond them.
     """
-    curves = [smoothed(run["losses"]) for run in (adam, hyperball)]
-    loss = max(float(curve.min()) for curve in curves)
-    adam_steps, hyperball_steps = (steps_to(curve, loss) for curve in curves)
-    return {"loss": loss, "adam": adam_steps, "hyperball": hyperball_steps, "ratio": adam_steps / hyperball_steps}
+    if len(hyperball) < 2:
+        return None
+    logs, losses = [np.log(run["steps"]) for run in hyperball], [run["validation_loss"] for run in hyperball]
+    slope, offset = np.polyfit(logs, losses, 1)
+    return float(np.exp((adam["validation_loss"] - offset) / slope))
 
 
-def name_of(run: dict[str, Any]) -> str:
-    return f"{run['optimizer']}, rate {run['learning_rate']:g}, {run['steps']} steps"
+def name_of(run: dict[str, Any], steps: bool = True) -> str:
+    return f"{run['optimizer']}, rate {run['learning_rate']:g}" + (f", {run['steps']} steps" if steps else "")
 
 
 def report(results: Sequence[dict[str, Any]], num_steps: int) -> dict[str, Any]:
     """Prints and returns the best rates, all validation losses, and the ratio of steps."""
     full = [run for run in results if run["steps"] == num_steps]
     adam, hyperball = best(full, "adam"), best(full, "hyperball")
-    ratio = steps_ratio(adam, hyperball)
+    same_rate = [run for run in results if name_of(run, steps=False) == name_of(hyperball, steps=False)]
+    equal = steps_to_equal_loss(adam, same_rate)
     for run in sorted(results, key=lambda run: (run["optimizer"], run["steps"], run["learning_rate"])):
-        print(f"{name_of(run):40} validation {run['validation_loss']:.4f}  last {smoothed(run['losses'])[-1]:.4f}")
+        print(f"{name_of(run):36} validation {run['validation_loss']:.4f}  training {smoothed(run['losses'])[-1]:.4f}")
     print(f"best: {name_of(adam)}; {name_of(hyperball)}")
-    print(
-        f"training loss {ratio['loss']:.4f}: {ratio['adam']} steps of adam, {ratio['hyperball']} of hyperball, "
-        f"{ratio['ratio']:.2f} times as many"
-    )
-    return {"best_adam": name_of(adam), "best_hyperball": name_of(hyperball), "steps_to_equal_loss": ratio}
+    if equal is not None:
+        print(f"hyperball needs {equal:.0f} steps for adam's loss, which takes {num_steps / equal:.2f} times as many")
+    return {
+        "best_adam": name_of(adam),
+        "best_hyperball": name_of(hyperball),
+        "steps_to_equal_loss": equal,
+        "ratio": None if equal is None else num_steps / equal,
+    }
 
 
 def print_timings(timings: dict[str, Timing]) -> None:

@@ -94,6 +94,17 @@ MISTAKES = {
         "no file a*.jsonl; `levanter-marin corpus`",
     ),
     "accelerator": ({"trainer.require_accelerator": True}, [], "set trainer.require_accelerator: false"),
+    "mesh": (
+        {
+            "trainer.mesh": {
+                "axes": {"expert": 8, "data": 1},
+                "shared_mapping": {"experts": "expert"},
+                "compute_mapping": {"batch": ["data", "expert"]},
+            }
+        },
+        [],
+        "model.moe.num_experts=4 does not divide over the 8 devices of the mesh axes expert; set it to 8",
+    ),
     "batch": ({"trainer.per_device_parallelism": 3}, [], "train_batch_size (8) must be divisible by"),
 }
 

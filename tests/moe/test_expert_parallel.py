@@ -132,12 +132,14 @@ def test_ragged_all_to_all_nan_in_unwritten_buffers_changes_no_bit(monkeypatch):
         assert np.all(np.isfinite(a)) and np.array_equal(a, b)
 
 
-def test_ragged_all_to_all_emulation_equals_simulation():
+@pytest.mark.parametrize("largest", [5, 16], ids=["fitting into blocks", "one piece too large for a block"])
+def test_ragged_all_to_all_emulation_equals_simulation(largest):
     """Pieces of random sizes at random places, empty ones among them, some at one offset."""
-    shards, pieces, rows_in, rows_out = 4, 3, 40, 70
+    shards, pieces, rows_in, rows_out = 4, 3, 40, 90
     rng = np.random.default_rng(0)
     sizes = rng.integers(0, 5, (shards, shards, pieces)) * (rng.random((shards, shards, pieces)) < 0.6)
-    starts = np.stack([rng.permutation(rows_in - 5)[: shards * pieces] for _ in range(shards)])
+    sizes[2, 1] = [0, largest, 0]
+    starts = np.stack([rng.permutation(rows_in - largest)[: shards * pieces] for _ in range(shards)])
     targets = np.zeros_like(sizes)
     for receiver in range(shards):
         at = 0

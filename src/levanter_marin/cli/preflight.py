@@ -4,14 +4,19 @@
 """What `levanter-marin train` checks before the run, and what it makes of an error during one."""
 
 import linecache
+import math
 import os
+from collections.abc import Mapping
 from types import TracebackType
 
 import wandb
+from haliax.partitioning import ResourceMapping
 from levanter.data.text.datasets import DatasetComponent, LmDataConfig, UrlDatasetSourceConfig
 from levanter.main.train_lm import TrainLmConfig
+from levanter.utils.mesh import MeshConfig
 from rigging.filesystem.storage_path import StoragePath
 
+from levanter_marin import axes
 from levanter_marin.cli.errors import UserError
 from levanter_marin.models.marin_moe import MarinMoeConfig
 
@@ -61,6 +66,57 @@ def check_hf_export(config: TrainLmConfig) -> None:
         config.model.to_hf_config(vocab_size=1)
     except ValueError as error:
         raise UserError(f"hf_save_path: {error}") from error
+
+
+def check_mesh(
+    mesh: MeshConfig, model: MarinMoeConfig, train_batch_size: int, *, num_devices: int, num_slices: int = 1
+) -> None:
+    """Refuses a mesh over whose axes the batch, the experts, the heads or the experts' width do not divide.
+
+    Raises:
+        UserError: names the field, its value, the size of the mesh axes, and what would fit.
+    """
+    try:
+        within, between = mesh.axis_shapes(num_devices, num_slices)
+    except ValueError as error:
+        raise UserError(
+            f"trainer.mesh.axes={dict(mesh.axes)} does not fit {num_devices} devices ({error}); set the sizes so that "
+            f"their product is {num_devices // num_slices}, or one of them to -1"
+        ) from error
+    sizes = {**within, **between}
+    mapping = mesh.resolved_compute_mapping
+    spread = _mesh_axes(mapping, axes.EXPERTS, sizes)
+    of_batch = _mesh_axes(mapping, axes.BATCH, sizes)
+    if sizes.get(axes.EXPERT_MESH_AXIS, 1) > 1 and spread and axes.EXPERT_MESH_AXIS not in of_batch:
+        raise UserError(
+            f"trainer.mesh spreads experts over `{axes.EXPERT_MESH_AXIS}` of size {sizes[axes.EXPERT_MESH_AXIS]} but "
+            f"the batch over {of_batch}, so every token would be sent {sizes[axes.EXPERT_MESH_AXIS]} times; set "
+            f"trainer.mesh.compute_mapping.batch to {[*of_batch, axes.EXPERT_MESH_AXIS]}"
+        )
+    attention, moe = model.attention, model.moe
+    fields = [
+        ("trainer.train_batch_size", train_batch_size, axes.BATCH),
+        ("model.moe.num_experts", moe.num_experts, axes.EXPERTS),
+        ("model.attention.num_heads", attention.num_heads, axes.HEADS),
+        ("model.attention.num_kv_heads", attention.num_kv_heads, axes.KV_HEAD),
+        ("model.moe.expert_dim", moe.expert_dim, axes.MLP),
+    ]
+    if moe.num_shared_experts > 0:
+        fields.append(("model.moe.shared_expert_dim", moe.shared_expert_dim, axes.MLP))
+    for field, size, axis in fields:
+        names = _mesh_axes(mapping, axis, sizes)
+        shards = math.prod(sizes[name] for name in names)
+        if size % shards != 0:
+            raise UserError(
+                f"{field}={size} does not divide over the {shards} devices of the mesh axes {", ".join(names)}; "
+                f"set it to {math.ceil(size / shards) * shards}, or those axes to {math.gcd(size, shards)}"
+            )
+
+
+def _mesh_axes(mapping: ResourceMapping, axis: str, sizes: Mapping[str, int]) -> list[str]:
+    """The mesh axes of more than one device that a tensor axis is mapped to."""
+    names = mapping.get(axis, ())
+    return [name for name in ((names,) if isinstance(names, str) else names) if sizes.get(name, 1) > 1]
 
 
 def mistake_behind(error: Exception) -> str | None:

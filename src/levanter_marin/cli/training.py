@@ -15,6 +15,8 @@ import jax
 from levanter.checkpoint import discover_checkpoint_candidates
 from levanter.data.loader import DataLoaderIterator
 from levanter.main import train_lm
+from levanter.main.train_lm import TrainLmConfig
+from levanter.schedule import distinct_values
 from levanter.tracker import wandb as levanter_wandb
 from levanter.tracker.tensorboard import TensorboardConfig
 from levanter.tracker.tracker import TrackerConfig
@@ -22,9 +24,10 @@ from levanter.tracker.wandb import WandbConfig
 from levanter.trainer import TrainerConfig
 
 from levanter_marin.cli.errors import UserError
-from levanter_marin.cli.preflight import check_data, check_hf_export, mistake_behind
+from levanter_marin.cli.preflight import check_data, check_hf_export, check_mesh, mistake_behind
 from levanter_marin.cli.run_config import write_run_config
 from levanter_marin.cli.train_config import load_raw_config, load_train_config
+from levanter_marin.models.marin_moe import MarinMoeConfig
 from levanter_marin.tracker import JsonLinesConfig
 
 
@@ -45,6 +48,7 @@ def run(config_path: str, overrides: list[str]) -> int:
 
     check_hf_export(config)
     check_data(config.data)
+    _check_mesh(config)
     raw = load_raw_config(config_path, overrides)
     _write_config(raw, config.trainer, done)  # before, so that a killed run has it
     try:
@@ -66,6 +70,22 @@ def run(config_path: str, overrides: list[str]) -> int:
 def _write_config(raw: Mapping[str, Any], trainer: TrainerConfig, done: int) -> None:
     if trainer.id is not None:
         write_run_config(raw, trainer.checkpointer.expanded_path(trainer.id), done)
+
+
+def _check_mesh(config: TrainLmConfig) -> None:
+    """Before anything runs, where the devices of this process are all there are.
+
+    With more processes JAX knows its devices only once it has been initialized; the model then refuses the mesh when
+    its first step is traced.
+    """
+    trainer = config.trainer
+    if not isinstance(config.model, MarinMoeConfig) or trainer.distributed._is_distributed():
+        return
+    trainer._initialize_jax_config()
+    for batch_size in distinct_values(trainer.train_batch_size):
+        check_mesh(
+            trainer.mesh, config.model, batch_size, num_devices=jax.device_count(), num_slices=trainer.num_slices
+        )
 
 
 def close_data_loaders() -> None:

@@ -1,0 +1,133 @@
+# Copyright The levanter-marin Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The whole model with tokens travelling to their experts: loss, gradients and router biases of one device."""
+
+import dataclasses
+from functools import cache
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from haliax import Axis
+from haliax.partitioning import set_mesh
+from jax.sharding import AxisType
+from levanter.grad_accum import microbatched
+
+from levanter_marin import axes
+from levanter_marin.config import DispatchConfig, DispatchImplementation
+from levanter_marin.moe.router_bias import RouterBias
+
+RTOL = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}  # loss, and the Frobenius norm of each gradient
+
+MESHES = {
+    "data 8": {"data": 8, "expert": 1},
+    "expert 8": {"data": 1, "expert": 8},
+    "data 2 expert 4": {"data": 2, "expert": 4},
+    "data 4 expert 2": {"data": 4, "expert": 2},
+    "data 2 expert 2 model 2": {"data": 2, "expert": 2, "model": 2},
+}
+SHARED = {axes.EXPERTS: "expert", axes.MLP: "model", axes.HEADS: "model"}
+PARAMETERS = {axes.EMBED: ("data", "expert"), **SHARED}
+COMPUTE = {axes.BATCH: ("data", "expert"), **SHARED}
+Batch = Axis(axes.BATCH, 16)
+MICROBATCH = 8
+
+
+def _mapping(mapping, names):
+    kept = {axis: tuple(n for n in ((m,) if isinstance(m, str) else m) if n in names) for axis, m in mapping.items()}
+    return {axis: mesh_axes for axis, mesh_axes in kept.items() if mesh_axes}
+
+
+def _config(latent, dispatch):
+    config = toy.config(num_layers=2)
+    moe = dataclasses.replace(config.moe, dispatch=dispatch, latent_dim=16 if latent else None)
+    return dataclasses.replace(config, moe=moe)
+
+
+def _step(dtype, mapping):
+    """model, example -> loss and gradient, over two microbatches, scanned and with gradient checkpointing."""
+
+    def loss(model, example):
+        model = jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, model)
+        loss, metrics = toy.loss(model, example, key=jax.random.PRNGKey(0))
+        return loss.scalar(), metrics
+
+    def gradient(model, example):
+        run = microbatched(
+            lambda example: eqx.filter_value_and_grad(loss, has_aux=True)(model, example),
+            Batch,
+            MICROBATCH,
+            mapping,
+            mapping,
+        )
+        return run(example)
+
+    return eqx.filter_jit(gradient)
+
+
+def _with_bias_of(model, gradient):
+    """The model of the next step, as far as the router bias goes."""
+    where = lambda m: m.transformer.layers.stacked.mlp.router.bias  # noqa: E731
+    return eqx.tree_at(where, model, where(gradient), is_leaf=lambda leaf: isinstance(leaf, RouterBias))
+
+
+def _two_steps(config, dtype, mesh_shape):
+    """Loss and gradient of two batches, the second with the router bias that the first one asks for."""
+    model = toy.build(config)
+    step = _step(dtype, _mapping(COMPUTE, mesh_shape))
+    results = []
+    for seed in range(2):
+        example = toy.batch(Batch.size, seed, padded_rows=3)
+        (loss, _), gradient = step(model, example)
+        model = _with_bias_of(model, gradient)
+        results.append((float(loss), gradient))
+    return results
+
+
+@cache
+def _expected(latent, dtype):
+    reference = DispatchConfig(DispatchImplementation.reference)
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
+    # microbatches need a mesh, be it of one device
+    with set_mesh(mesh), hax.axis_mapping({axes.BATCH: "data"}):
+        return _two_steps(_config(latent, reference), dtype, {"data": 1})
+
+
+def _assert_equal(actual, expected, rtol):
+    for (loss, gradient), (expected_loss, expected_gradient) in zip(actual, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=rtol)
+        pairs = zip(*(jax.tree_util.tree_leaves_with_path(g) for g in (gradient, expected_gradient)), strict=True)
+        for (path, ours), (_, theirs) in pairs:
+            ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+            if "'bias'" in jax.tree_util.keystr(path) or ".bias" in jax.tree_util.keystr(path):
+                continue  # the terms of a router bias; compared as a whole below
+            error = np.linalg.norm(ours - theirs)
+            assert error <= rtol * np.linalg.norm(theirs), f"{jax.tree_util.keystr(path)}: {error}"
+        biases = [g.transformer.layers.stacked.mlp.router.bias.value().array for g in (gradient, expected_gradient)]
+        np.testing.assert_allclose(*biases, rtol=0, atol=rtol)
+
+
+def _check(mesh_name, latent, dtype=jnp.float32):
+    shape = MESHES[mesh_name]
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    ragged = DispatchConfig(DispatchImplementation.ragged_all_to_all, capacity_factor=None)
+    with set_mesh(mesh), hax.axis_mapping(_mapping(COMPUTE, shape)):
+        actual = _two_steps(_config(latent, ragged), dtype, shape)
+    _assert_equal(actual, _expected(latent, dtype), RTOL[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("latent", [True, False], ids=["latent", "full width"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_model_with_travelling_tokens_gives_the_loss_and_gradients_of_one_device(mesh, latent):
+    _check(mesh, latent)
+
+
+@pytest.mark.slow
+def test_model_with_travelling_tokens_in_bfloat16_gives_the_loss_and_gradients_of_one_device():
+    _check("data 2 expert 4", True, jnp.bfloat16)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import equinox as eqx
 import haliax as hax
+import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax.partitioning import set_mesh
+from jax.sharding import AxisType
 from levanter.inference.engine import GenState
 from levanter.inference.jit_scheduler import DecodeState
 from levanter.inference.page_table import PageTable, PageTableSpec
@@ -97,3 +100,8 @@ def greedy_continuations(model: LmHeadModel, prompts: Sequence[Sequence[int]], c
     for step in range(count):
         rows[index, starts + step] = next_tokens(model, jnp.asarray(rows), jnp.asarray(starts + step - 1))
     return [row[: start + count].tolist() for row, start in zip(rows, starts, strict=True)]
+
+
+def one_device_mesh():
+    """A mesh of the first device, for what reads or writes checkpoints."""
+    return set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,)))

@@ -19,7 +19,7 @@ from levanter_marin.cli.errors import UserError
 from levanter_marin.cli.main import main
 from levanter_marin.cli.run_config import find_run_config, write_run_config
 from levanter_marin.cli.train_config import decode_train_config
-from paging import greedy_continuations
+from paging import greedy_continuations, one_device_mesh
 
 TINY = yaml.safe_load((Path(__file__).parents[1] / "data/tiny_train.yaml").read_text(encoding="utf-8"))
 PROMPT, TOKENS = "a prompt longer than the window of eight", 6
@@ -52,7 +52,8 @@ def checkpoint(request, run):
     folder, model, _ = run
     if request.param == "hf":
         folder = folder.parent / "hf"
-        model.config.hf_checkpoint_converter().save_pretrained(model, str(folder), save_tokenizer=False)
+        with one_device_mesh():
+            model.config.hf_checkpoint_converter().save_pretrained(model, str(folder), save_tokenizer=False)
         for file in (folder.parent / "tokenizer").iterdir():
             shutil.copy(file, folder)
     return str(folder)

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import pytest
 import toy
 import yaml
-from haliax.partitioning import set_mesh
-from jax.sharding import AxisType
 from levanter.checkpoint import latest_checkpoint_path
 from levanter.inference.engine import InferenceEngine, InferenceEngineConfig, Request
 from levanter.inference.jit_scheduler import SeqDecodingParams
@@ -28,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from levanter_marin import axes
 from levanter_marin.cli.run_config import find_run_config
 from levanter_marin.cli.train_config import load_train_config
-from paging import greedy_continuations
+from paging import greedy_continuations, one_device_mesh
 
 ROOT = Path(__file__).parents[2]
 STEPS, TOKENS = 30, 64
@@ -89,7 +87,7 @@ def trained(workplace):
     config = load_train_config(find_run_config(checkpoint), [])
     tokenizer = load_tokenizer(config.data.tokenizer)
     Vocab = hax.Axis(axes.VOCAB, len(tokenizer))
-    with set_mesh(jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))):
+    with one_device_mesh():
         model = load_levanter_checkpoint(
             config.model, checkpoint, Vocab=Vocab, axis_mapping={}, key=jax.random.PRNGKey(0)
         )
@@ -146,7 +144,8 @@ def test_exported_pytorch_file_greedy_continuation_equals_repeated_full_forward_
         pytest.skip("needs the environment that `make test-torch` makes")
     model, tokenizer = trained
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    model.config.hf_checkpoint_converter().save_pretrained(model, str(tmp_path / "hf"), save_tokenizer=False)
+    with one_device_mesh():
+        model.config.hf_checkpoint_converter().save_pretrained(model, str(tmp_path / "hf"), save_tokenizer=False)
     arguments = ["-c", TORCH_CODE, str(tmp_path / "hf"), json.dumps(prompts), str(TOKENS)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
     result = subprocess.run([TORCH_PYTHON, *arguments], env=environment, capture_output=True, text=True, check=False)

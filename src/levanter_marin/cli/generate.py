@@ -28,6 +28,7 @@ from levanter_marin import axes
 from levanter_marin.cli.errors import UserError
 from levanter_marin.cli.run_config import find_run_config
 from levanter_marin.cli.train_config import decode_train_config, load_raw_config
+from levanter_marin.interop.converter import MarinMoeConverter
 from levanter_marin.interop.folder import CONFIG_NAME
 from levanter_marin.models.marin_moe import MarinMoeConfig, MarinMoeLMHeadModel
 
@@ -168,8 +169,9 @@ def _find_hf(checkpoint: str, config_path: str | None, tokenizer_path: str | Non
     trainer = _read_config(config_path).trainer if config_path else TrainerConfig()
 
     def load() -> LmHeadModel:
-        converter = MarinMoeConfig().hf_checkpoint_converter()
-        return converter.load_pretrained(MarinMoeLMHeadModel, checkpoint, axis_mapping=trainer.parameter_axis_mapping)
+        folder = os.path.abspath(checkpoint) if os.path.isdir(checkpoint) else checkpoint
+        converter = MarinMoeConverter(MarinMoeConfig, reference_checkpoint=folder)
+        return converter.load_pretrained(MarinMoeLMHeadModel, axis_mapping=trainer.parameter_axis_mapping)
 
     return _Source(trainer, _load_tokenizer(tokenizer_path or checkpoint), load)
 

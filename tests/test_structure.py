@@ -18,6 +18,7 @@ MAX_LINES = 400
 # Data flows downwards: a module imports only from lines above its own. A new module gets a line here.
 IMPORT_ORDER = """
     axes
+    whole_chunks
     config
     schedule.stages
     documents

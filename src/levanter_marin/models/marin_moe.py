@@ -26,6 +26,7 @@ from levanter.models.lm_model import LmConfig, LmExample, LmHeadModel, resize_em
 from levanter.models.loss import maybe_fused_next_token_loss
 from transformers import PretrainedConfig
 
+import levanter_marin.whole_chunks  # noqa: F401
 from levanter_marin import axes
 from levanter_marin.config import AttentionConfig, ConvSite, MoeConfig, ShortConvConfig
 from levanter_marin.interop.converter import MarinMoeConverter

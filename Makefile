@@ -37,7 +37,7 @@ test: install
 
 # Exit code 5 says that no test is marked slow.
 test-slow: install
-	$(BIN)/python -m pytest -m slow -o timeout=$(SLOW_TEST_TIMEOUT) $(PYTEST_ARGS) || test $$? -eq 5
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile -m slow -o timeout=$(SLOW_TEST_TIMEOUT) $(PYTEST_ARGS) || test $$? -eq 5
 
 # The PyTorch file of exports, in an environment of its own: .venv-torch, with a Python 3.11.
 test-torch:

@@ -43,7 +43,10 @@ def bytes_on_first_device(tree) -> int:
     return sum(shard.data.nbytes for shard in shards if shard.device == first)
 
 
-@pytest.mark.parametrize("optimizer", (AdamConfig(), HyperballConfig()), ids=("adam", "hyperball"))
+@pytest.mark.parametrize(
+    "optimizer",
+    (pytest.param(AdamConfig(), id="adam"), pytest.param(HyperballConfig(), id="hyperball", marks=pytest.mark.slow)),
+)
 def test_plan_of_parameters_and_optimizer_state_equals_bytes_of_levanters_state(optimizer):
     config = runs.train_config(runs.toy_model(), EIGHT_DEVICES, 8)
     config.optimizer = optimizer

@@ -204,7 +204,7 @@ def test_model_scan_and_rope_pairing_matter_to_the_goldens():
         assert not np.array_equal(golden_cases.load(name).arrays["out/logits"], case.arrays["out/logits"])
 
 
-@pytest.mark.parametrize("rows", ("full", "padded"))
+@pytest.mark.parametrize("rows", (pytest.param("full", marks=pytest.mark.slow), "padded"))
 @pytest.mark.parametrize("estimator", (QuantileEstimator.topk, QuantileEstimator.histogram))
 def test_model_on_eight_data_parallel_devices_gives_the_golden(rows, estimator):
     case = golden_cases.load("hero_tiny_ep8")

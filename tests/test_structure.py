@@ -66,6 +66,7 @@ IMPORT_ORDER = """
     interop.export_plan
     interop.converter
     models.marin_moe
+    models.evaluation
     models.presets
     optim.newton_schulz
     optim.parameters

@@ -20,6 +20,7 @@ from levanter.grad_accum import microbatched
 
 from levanter_marin import axes
 from levanter_marin.config import DispatchConfig, DispatchImplementation
+from levanter_marin.models.evaluation import loss_by_capacity
 from levanter_marin.moe.router_bias import RouterBias
 
 RTOL = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}  # loss, and the Frobenius norm of each gradient
@@ -131,3 +132,30 @@ def test_model_with_travelling_tokens_gives_the_loss_and_gradients_of_one_device
 @pytest.mark.slow
 def test_model_with_travelling_tokens_in_bfloat16_gives_the_loss_and_gradients_of_one_device():
     _check("data 2 expert 4", True, jnp.bfloat16)
+
+
+def _rows(example, rows):
+    rows = hax.named(rows, axes.BATCH)
+    return hax.tree_util.tree_map(lambda a: a.take(axes.BATCH, rows), example)
+
+
+@pytest.mark.slow
+def test_evaluation_of_documents_in_another_order_is_the_same_without_drops_and_not_with():
+    """Four documents, eight times each: batches of one document, or of all."""
+    config = dataclasses.replace(_config(True, DispatchConfig()), num_layers=1)
+    model = toy.build(config)
+    documents = toy.batch(4)
+    orders = {"clumped": np.repeat(np.arange(4), 8), "mixed": np.tile(np.arange(4), 8)}
+    shape = MESHES["expert 8"]
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    results = {}
+    with set_mesh(mesh), hax.axis_mapping(_mapping(COMPUTE, shape)):
+        evaluate = eqx.filter_jit(lambda model, example: loss_by_capacity(model, example, (None, 1.0)))
+        for name, order in orders.items():
+            batches = [evaluate(model, _rows(documents, rows)) for rows in np.split(order, 4)]
+            results[name] = {key: np.mean([float(b[key].array) for b in batches]) for key in batches[0]}
+    assert results["clumped"]["loss/dropless"] == pytest.approx(results["mixed"]["loss/dropless"], rel=1e-6)
+    for of_order in results.values():
+        assert of_order["drop_fraction/dropless"] == 0
+    assert results["clumped"]["drop_fraction/capacity_1.0"] > results["mixed"]["drop_fraction/capacity_1.0"]
+    assert abs(results["clumped"]["loss/capacity_1.0"] - results["clumped"]["loss/dropless"]) > 1e-3

@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import haliax as hax
 import jax
@@ -41,7 +42,7 @@ def loss_by_capacity(
     for factor in capacity_factors:
         label = "dropless" if factor is None else f"capacity_{factor}"
         limited = with_eval_capacity(model, factor)
-        results[f"loss/{label}"] = limited.compute_next_token_loss(example)
+        results[f"loss/{label}"] = cast(NamedArray, limited.compute_next_token_loss(example))
         counts = limited.activations_and_statistics(example.tokens, example.attn_mask)[1].dispatch
         dropped = hax.sum(counts.sender_dropped + counts.receiver_dropped).astype(jnp.float32)
         kept = hax.sum(counts.kept).astype(jnp.float32)

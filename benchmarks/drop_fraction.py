@@ -130,7 +130,7 @@ def main() -> None:
             print(f"{name}, {transport}: step {options.steps} mean {last.mean():.2e}, worst layer {last.max():.2e}")
     panels = [
         Panel(
-            f"{transport}: dropped %, mean of layers",
+            f"{transport}, %",
             {
                 name: [(i + 1, 100 * float(np.mean(v))) for i, v in enumerate(result["drop_fractions"][transport])]
                 for name, result in results.items()
@@ -138,7 +138,8 @@ def main() -> None:
         )
         for transport in TRANSPORTS
     ]
-    title = f"{Path(options.config).stem}, {config.trainer.train_batch_size} shards, capacity {CAPACITY_FACTOR}"
+    setting = f"{config.trainer.train_batch_size} shards, capacity {CAPACITY_FACTOR}"
+    title = f"dropped assignments, mean of layers: {Path(options.config).stem}, {setting}"
     draw_panels(options.picture, title, "step", panels)
 
 

@@ -5,7 +5,8 @@
 
 Same arrays, same routing, same capacity factor, in turns in one process. Levanter's needs a mesh of explicit axes,
 ours one of automatic axes. Before timing, every contender is compared with the dense oracle, where nothing is dropped.
-Target: ours takes at most half the time of Levanter's `ring` and of its `fixed_all_to_all`.
+Target: ours takes at most half the time of Levanter's `ring` and of its `fixed_all_to_all`. 384 experts, 8 of them a
+token, are those of the published model; 64 are those of the nano preset.
 """
 
 import argparse
@@ -150,6 +151,7 @@ def max_difference(shape: Shape) -> dict[str, float]:
 
 
 def run(shape: Shape, repeats: int) -> dict:
+    print(shape)
     differences = max_difference(shape)
     if max(differences.values()) > TOLERANCE:
         raise AssertionError(f"a contender differs from the dense oracle by more than {TOLERANCE:.0e}: {differences}")
@@ -180,30 +182,28 @@ def run(shape: Shape, repeats: int) -> dict:
             f"target {TARGET_RATIO}: {verdict}"
         )
     return {
-        "machine": machine(),
         "shape": dataclasses.asdict(shape),
-        "devices": DEVICES,
         "max_difference": differences,
         "own_matmul_ms": own_matmul_ms,
         "timings": {name: dataclasses.asdict(timing) for name, timing in timings.items()},
         "ratio_median": ratios,
         "ratio_processor_time": cpu_ratios,
-        "target_ratio": TARGET_RATIO,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in dataclasses.fields(Shape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+        several = {"nargs": "+", "default": [64, 384]} if field.name == "experts" else {"default": field.default}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), **several)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", type=Path, help="JSON report")
     options = vars(parser.parse_args())
-    repeats, output = options.pop("repeats"), options.pop("output")
+    repeats, output, experts = options.pop("repeats"), options.pop("output"), options.pop("experts")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    report = run(Shape(**options), repeats)
+    runs = [run(Shape(experts=number, **options), repeats) for number in experts]
     if output is not None:
-        write_json(output, report)
+        write_json(output, {"machine": machine(), "devices": DEVICES, "target_ratio": TARGET_RATIO, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -44,8 +44,9 @@ def _mapping(mapping, names):
     return {axis: mesh_axes for axis, mesh_axes in kept.items() if mesh_axes}
 
 
-def _config(latent, dispatch):
-    config = toy.config(num_layers=2)
+def _config(latent, dispatch, dtype=jnp.float32):
+    # The toy's weights are large, which in bf16 would make as much of a rounding.
+    config = toy.config(num_layers=2, **({} if dtype == jnp.float32 else {"initializer_std": None}))
     moe = dataclasses.replace(config.moe, dispatch=dispatch, latent_dim=16 if latent else None)
     return dataclasses.replace(config, moe=moe)
 
@@ -86,9 +87,9 @@ def _towards_two_experts(bias):
     return RouterBias.from_value(raised.broadcast_to(bias.value().axes), bias.num_valid())
 
 
-def _three_steps(config, dtype, mesh_shape):
-    """Loss and gradient of three batches: the second with the router bias that the first one asks for, the third
-    with all rows on one shard.
+def _three_steps(config, dtype, mesh_shape, second_bias=None):
+    """Loss and gradient of three batches: the second with the router bias that the first one asks for, or the given
+    one, the third with all rows on one shard.
     """
     model = toy.build(config)
     step = _step(dtype, _mapping(COMPUTE, mesh_shape))
@@ -97,8 +98,8 @@ def _three_steps(config, dtype, mesh_shape):
         example = toy.batch(Batch.size, seed, padded_rows=3)
         (loss, _), gradient = step(model, example)
         results.append((float(loss), gradient))
-        bias = _bias_of(gradient) if seed == 0 else _towards_two_experts(_bias_of(gradient))
-        model = _with_bias(model, bias)
+        own = _bias_of(gradient)
+        model = _with_bias(model, (second_bias or own) if seed == 0 else _towards_two_experts(own))
     return results
 
 
@@ -108,7 +109,7 @@ def _expected(latent, dtype):
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(AxisType.Auto,))
     # microbatches need a mesh, be it of one device
     with set_mesh(mesh), hax.axis_mapping({axes.BATCH: "data"}):
-        return _three_steps(_config(latent, reference), dtype, {"data": 1})
+        return jax.device_get(_three_steps(_config(latent, reference, dtype), dtype, {"data": 1}))
 
 
 def _assert_equal(actual, expected, rtol):
@@ -130,9 +131,12 @@ def _check(mesh_name, latent, dtype=jnp.float32):
     shape = MESHES[mesh_name]
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     ragged = DispatchConfig(DispatchImplementation.ragged_all_to_all, capacity_factor=None)
+    expected = _expected(latent, dtype)
+    # Balancing puts a token of every expert exactly on the threshold: a bias that is rounded otherwise selects another.
+    second_bias = None if dtype == jnp.float32 else _bias_of(expected[0][1])
     with set_mesh(mesh), hax.axis_mapping(_mapping(COMPUTE, shape)):
-        actual = _three_steps(_config(latent, ragged), dtype, shape)
-    _assert_equal(actual, _expected(latent, dtype), RTOL[dtype])
+        actual = _three_steps(_config(latent, ragged, dtype), dtype, shape, second_bias)
+    _assert_equal(actual, expected, RTOL[dtype])
 
 
 @pytest.mark.slow
@@ -143,7 +147,6 @@ def test_model_with_travelling_tokens_gives_the_loss_and_gradients_of_one_device
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="the embedding's gradient differs by 2.6e-2 in bf16, above the limit of 2e-2", strict=False)
 def test_model_with_travelling_tokens_in_bfloat16_gives_the_loss_and_gradients_of_one_device():
     _check("data 2 expert 4", True, jnp.bfloat16)
 

@@ -64,6 +64,7 @@ IMPORT_ORDER = """
     interop.state_dict
     interop.folder
     interop.export_plan
+    interop.native_checkpoint
     interop.converter
     models.marin_moe
     models.evaluation

@@ -191,6 +191,18 @@ def test_round_trip_of_a_model_sharded_over_eight_devices_keeps_every_bit(tmp_pa
     assert_equal_leaves(model, back)
 
 
+@pytest.mark.parametrize("num_devices", (1, 8))
+def test_export_without_a_mesh_writes_what_it_writes_under_one(num_devices, odd_folder, tmp_path):
+    model = random_model()
+    if num_devices > 1:
+        with hax.partitioning.set_mesh(Mesh(np.array(jax.devices()), ("data",))):
+            model = hax.shard(model, {axes.EMBED: "data"})
+    MarinMoeConverter(MarinMoeConfig).save_pretrained(model, str(tmp_path / "hf"), max_shard_size=50_000)
+    assert {file.name for file in odd_folder.iterdir()} == {file.name for file in (tmp_path / "hf").iterdir()}
+    for file in odd_folder.iterdir():
+        assert (tmp_path / "hf" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_export_in_bf16_keeps_router_biases_in_fp32(tmp_path):
     model = random_model()
     save(model, tmp_path / "hf", dtype=jnp.bfloat16)

@@ -4,7 +4,6 @@
 """`levanter-marin export`: a Hugging Face folder from a checkpoint of a run, read back before it counts."""
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from haliax import Axis
-from levanter.checkpoint import discover_latest_checkpoint, load_checkpoint
+from levanter.checkpoint import discover_latest_checkpoint
 from levanter.utils.jax_utils import local_cpu_mesh
 
 from levanter_marin import axes
@@ -24,13 +23,15 @@ from levanter_marin.interop.converter import MarinMoeConverter
 from levanter_marin.interop.export_plan import ExportPlan, check_values
 from levanter_marin.interop.folder import check_replaceable
 from levanter_marin.interop.hf_config import ArtifactSchema
+from levanter_marin.interop.native_checkpoint import NativeCheckpoint
 from levanter_marin.interop.state_dict import ExpertLayout
 from levanter_marin.models.marin_moe import MarinMoeConfig
 
 DESCRIPTION = """Write a checkpoint as Hugging Face reads it: safetensors, config.json, tokenizer and PyTorch code.
 
 CHECKPOINT is what `levanter-marin train` names at its end: a folder `step-N`, or that of its run, for the newest. It
-is loaded into main memory, and every tensor is compared with what was written. --dry-run only lists the tensors."""
+is read for one file of the export after another, and again to compare every tensor with what was written; main memory
+holds about three times --shard-size. --dry-run only lists the tensors."""
 
 _DTYPES = ("bfloat16", "float32")
 
@@ -93,38 +94,25 @@ def main(argv: list[str]) -> int:
         return 0
     if not has_tokenizer and options.vocab_size is None:
         raise UserError(f"no tokenizer folder {tokenizer}; give --tokenizer FOLDER, or --vocab-size N to do without")
-    write(shapes, str(checkpoint), converter, plan, options.output, dtype, options.shard_size)
+    write(shapes, str(checkpoint), converter, plan, options.output)
     print_summary(plan, options.output)
     return 0
 
 
-def write(
-    shapes: Any,
-    checkpoint: str,
-    converter: MarinMoeConverter,
-    plan: ExportPlan,
-    output: str,
-    dtype: jnp.dtype,
-    shard_size: int,
-) -> None:
-    """Load a native checkpoint on the CPU, write it, and compare every stored tensor with the loaded one.
+def write(shapes: Any, checkpoint: str, converter: MarinMoeConverter, plan: ExportPlan, output: str) -> None:
+    """Write a native checkpoint on the CPU, one file after another, and compare every stored tensor with it.
 
     Raises:
-        UserError: the output is taken by something else, or the checkpoint does not fit its config.
+        UserError: the output is taken by something else, the checkpoint does not fit its config or cannot be read.
     """
     try:
         check_replaceable(Path(output))
+        with local_cpu_mesh():
+            stored = NativeCheckpoint(checkpoint, shapes)
+            converter.save_leaves(plan, stored.load, output, max_concurrent_shards=1)
+            check_values(Path(output), plan, stored.load)
     except ValueError as error:
         raise UserError(str(error)) from error
-    # one warning for every component that the model lacks
-    logging.getLogger("levanter.tensorstore_serialization").setLevel(logging.ERROR)
-    with local_cpu_mesh():
-        try:
-            model = load_checkpoint(shapes, checkpoint, subpath="model")
-        except (ValueError, FileNotFoundError, KeyError) as error:
-            raise UserError(f"{checkpoint} does not fit its config and tokenizer: {error}") from error
-        converter.save_pretrained(model, output, dtype=dtype, max_shard_size=shard_size, max_concurrent_shards=1)
-        check_values(Path(output), plan, model)
 
 
 def print_manifest(plan: ExportPlan) -> None:

@@ -14,7 +14,7 @@ import logging
 import shutil
 import tempfile
 from collections import UserDict
-from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax import Axis
-from haliax.jax_utils import is_jax_array_like
-from jax.sharding import NamedSharding, PartitionSpec
+from haliax.partitioning import ResourceAxis, set_mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from levanter.compat.hf_checkpoints import (
     DEFAULT_EXPORT_HOST_BUDGET_BYTES,
     DEFAULT_MAX_SHARD_SIZE,
@@ -41,7 +42,7 @@ from rigging.filesystem.storage_path import StoragePath
 
 from levanter_marin import axes
 from levanter_marin.interop import hf_code
-from levanter_marin.interop.export_plan import ExportPlan, StoredLeaf, check_headers, load_leaves, plan_files
+from levanter_marin.interop.export_plan import ExportPlan, LoadLeaves, StoredLeaf, check_headers, leaves_of, plan_files
 from levanter_marin.interop.folder import CONFIG_NAME, begin, complete, read_stored_tensors, unfinished_name
 from levanter_marin.interop.hf_code.configuration_marin_moe import MarinMoeHfConfig
 from levanter_marin.interop.hf_config import CODE_FILES, ArtifactSchema, schema_of, to_hf_dict
@@ -149,25 +150,51 @@ class MarinMoeConverter(HFCheckpointConverter):
 
         A local folder appears whole, under its name, at the end, and replaces an earlier export. In a remote one
         config.json comes last. Host memory is bounded by `export_host_budget_bytes`, or twice the largest file.
-        Router biases are those of the next step and stay fp32 at every `dtype`.
+        Router biases are those of the next step and stay fp32 at every `dtype`. Where no mesh is set, that of the
+        model's arrays is.
 
         Raises:
             ValueError: `path` holds something else, or the format has no place for a component of the model.
         """
         plan = self.plan(model, dtype, max_shard_size)
-        arrays = eqx.filter(model, is_jax_array_like)
+        with _mesh_of(model):
+            self.save_leaves(
+                plan,
+                leaves_of(model),
+                path,
+                save_tokenizer=save_tokenizer,
+                export_host_budget_bytes=export_host_budget_bytes,
+                max_concurrent_shards=max_concurrent_shards,
+                generation_config=generation_config,
+                chat_template=chat_template,
+            )
+        if upload_to_hf:
+            target = self.reference_checkpoint if upload_to_hf is True else upload_to_hf
+            upload_to_hub(path, target, **hf_upload_kwargs)
+
+    def save_leaves(
+        self,
+        plan: ExportPlan,
+        load: LoadLeaves,
+        path: str,
+        *,
+        save_tokenizer: bool = True,
+        export_host_budget_bytes: int = DEFAULT_EXPORT_HOST_BUDGET_BYTES,
+        max_concurrent_shards: int = MAX_CONCURRENT_HF_SHARDS,
+        generation_config: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
+        """`save_pretrained` of what `plan` lists, from wherever `load` takes it; under a mesh.
+
+        `load` is called once for each file. With `max_concurrent_shards` of 1, a file is written before the next is
+        loaded; writing holds its tensors and a copy of their bytes.
+        """
 
         def write(folder: str) -> None:
             by_key = {leaf.key: leaf for leaf in plan.leaves}
-
-            def load(keys: tuple[str, ...]) -> Mapping[str, jax.Array]:
-                leaves = [by_key[key] for key in keys]
-                sources, dtypes = tuple(x.source for x in leaves), tuple(x.spec.dtype for x in leaves)
-                return _ReplicatedOnAccess(zip(keys, load_leaves(arrays, sources, dtypes), strict=True))
-
             save_hf_shards(
                 {file: {leaf.key: leaf.spec for leaf in leaves} for file, leaves in plan.files.items()},
-                load,
+                lambda keys: _ReplicatedOnce(zip(keys, load([by_key[key] for key in keys]), strict=True)),
                 folder,
                 export_host_budget_bytes=export_host_budget_bytes,
                 max_concurrent_shards=max_concurrent_shards,
@@ -190,9 +217,6 @@ class MarinMoeConverter(HFCheckpointConverter):
         else:
             _write_local(Path(path), plan, write, write_rest)
         logger.info(f"Wrote {len(plan.stored())} tensors, {plan.num_bytes} bytes to {path}")
-        if upload_to_hf:
-            target = self.reference_checkpoint if upload_to_hf is True else upload_to_hf
-            upload_to_hub(path, target, **hf_upload_kwargs)
 
     def load_state_dict(
         self, ref: str | RepoRef | None = None, dtype: jnp.dtype | None = None
@@ -233,17 +257,29 @@ class MarinMoeConverter(HFCheckpointConverter):
         return super().load_pretrained(lm_model_cls, ref, config, axis_mapping, resize_vocab_to_match_tokenizer, dtype)
 
 
-class _ReplicatedOnAccess(UserDict[str, jax.Array]):
+class _ReplicatedOnce(UserDict[str, jax.Array]):
     """Tensors, each whole on every device when it is taken out; upstream's `reshard` does so on explicit meshes only.
 
-    One at a time, so that devices hold the files' tensors sharded and one of them whole.
+    One at a time and once, so that devices hold the rest of a file's tensors sharded and one of them whole.
     """
 
     def __getitem__(self, key: str) -> jax.Array:
-        value = super().__getitem__(key)
+        value = self.data.pop(key)
         if isinstance(value.sharding, NamedSharding):
             return jax.device_put(value, NamedSharding(value.sharding.mesh, PartitionSpec()))
         return value
+
+
+def _mesh_of(model: Any) -> AbstractContextManager:
+    """The surrounding mesh; where there is none, that of the model's arrays, or one of the device they are on."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(model) if isinstance(leaf, jax.Array))
+    sharding = next(shardings, SingleDeviceSharding(jax.local_devices()[0]))
+    if isinstance(sharding, NamedSharding):
+        return set_mesh(sharding.mesh)
+    (device,) = sharding.device_set
+    return set_mesh(Mesh(np.array([device]), (ResourceAxis.DATA,)))
 
 
 def _is_folder_without_tokenizer(path: str) -> bool:

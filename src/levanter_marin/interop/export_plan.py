@@ -4,6 +4,7 @@
 """What an export writes: which tensors under which names in which file, and whether it did."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,18 @@ class ExportPlan:
         return {"metadata": metadata, "weight_map": weight_map}
 
 
+type LoadLeaves = Callable[[Sequence[StoredLeaf]], Sequence[jax.Array]]
+"""Gives the whole tensor of each leaf, in the dtype of its spec."""
+
+
+def leaves_of(model: Any) -> LoadLeaves:
+    """Loads the leaves of a model that is in memory; compiled once for each file."""
+    arrays = eqx.filter(model, is_jax_array_like)
+    return lambda leaves: _load(arrays, tuple(x.source for x in leaves), tuple(x.spec.dtype for x in leaves))
+
+
 @eqx.filter_jit
-def load_leaves(model: Any, sources: tuple[str, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
-    """The named tensors of a model, each cast to its dtype; compiled once for each file."""
+def _load(model: Any, sources: tuple[str, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:
     tensors = to_tensors(model)
     return [tensors[source].astype(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
 
@@ -131,17 +141,17 @@ def check_headers(folder: Path, plan: ExportPlan) -> None:
             raise ValueError(f"{folder}: {name} is {found.get(name)} on disk and was to be {wanted.get(name)}")
 
 
-def check_values(folder: Path, plan: ExportPlan, model: Any) -> None:
-    """Compare every stored tensor with the model, one file at a time.
+def check_values(folder: Path, plan: ExportPlan, load: LoadLeaves) -> None:
+    """Compare every stored tensor with its source, one file at a time.
 
     Raises:
         ValueError: names the first tensor that differs.
     """
-    arrays = eqx.filter(model, is_jax_array_like)
     for file, leaves in plan.files.items():
-        values = load_leaves(arrays, tuple(leaf.source for leaf in leaves), tuple(leaf.spec.dtype for leaf in leaves))
+        values = load(leaves)
         with safe_open(folder / file, framework="numpy") as stored:
             for leaf, value in zip(leaves, values, strict=True):
                 for i, name in enumerate(leaf.names):
                     if not np.array_equal(stored.get_tensor(name), value if len(leaf.names) == 1 else value[i]):
                         raise ValueError(f"{folder / file}: {name} is not what was written")
+        del values  # before those of the next file are loaded

@@ -103,18 +103,36 @@ class LanguageModel(Protocol):
     lm_head: Any
 
 
+class TensorSource(NamedTuple):
+    """Where a model has what one published tensor is made of."""
+
+    path: str
+    """Dotted; there is a `NamedArray` or a `RouterBias`."""
+    layer: int | None
+    """Index into the layer axis of what is at `path`, its first; None if it has none."""
+    dims: tuple[str | tuple[str, ...], ...]
+    """Dimensions of the tensor, each one axis or several flattened into one."""
+
+
+def tensor_sources(model: LanguageModel) -> dict[str, TensorSource]:
+    """The source of every tensor of `to_tensors`, by its name there; `model` may be shapes."""
+    out = {name: TensorSource(path, None, dims) for name, (path, dims) in _outer(model).items()}
+    layers = model.transformer.layers
+    scanned = isinstance(layers, Stacked)
+    for i in range(layers.Block.size):
+        block = "transformer.layers." + ("stacked" if scanned else f"blocks.{i}")
+        for name, dims in _layer_layout(_template_block(layers)).items():
+            out[_LAYER.format(i) + name] = TensorSource(f"{block}.{name}", i if scanned else None, dims)
+    return out
+
+
 def to_tensors(model: LanguageModel) -> dict[str, jax.Array]:
     """Every parameter and every router bias by its published name, in schema 2 with expert banks.
 
     Arrays keep their dtype; a router bias, which the next step would use, is fp32. Gradients work too: the "bias" in
     a gradient is the next step's.
     """
-    out = {name: _flattened(_get(model, path), dims) for name, (path, dims) in _outer(model).items()}
-    layers = model.transformer.layers
-    for i in range(layers.Block.size):
-        for name, dims in _layer_layout(_template_block(layers)).items():
-            out[_LAYER.format(i) + name] = _flattened(_layer_leaf(layers, name, i), dims)
-    return out
+    return {name: flattened(_leaf_at(model, source), source.dims) for name, source in tensor_sources(model).items()}
 
 
 def from_tensors(template: Any, tensors: Mapping[str, jax.Array]) -> Any:
@@ -124,19 +142,15 @@ def from_tensors(template: Any, tensors: Mapping[str, jax.Array]) -> Any:
         template: a `MarinMoeLMHeadModel` of arrays, or of their shapes; it gives axes and container (scan or not).
         tensors: as `to_tensors` gives them; check them with `check_tensors` first.
     """
+    values = {
+        name: _unflattened(tensors[name], source.dims, _leaf_at(template, source))
+        for name, source in tensor_sources(template).items()
+    }
     outer = _outer(template)
-    values = [_unflattened(tensors[name], dims, _get(template, path)) for name, (path, dims) in outer.items()]
-    model = _replaced(template, [path for path, _ in outer.values()], values)
+    model = _replaced(template, [path for path, _ in outer.values()], [values[name] for name in outer])
     layers = model.transformer.layers
     layout = _layer_layout(_template_block(layers))
-
-    def leaves(i: int) -> list[Any]:
-        return [
-            _unflattened(tensors[_LAYER.format(i) + name], dims, _layer_leaf(template.transformer.layers, name, i))
-            for name, dims in layout.items()
-        ]
-
-    per_layer = [leaves(i) for i in range(layers.Block.size)]
+    per_layer = [[values[_LAYER.format(i) + name] for name in layout] for i in range(layers.Block.size)]
     if isinstance(layers, Stacked):
         stacked = [
             hax.tree_util.tree_map(lambda *parts: hax.stack(layers.Block, parts), *same)
@@ -193,25 +207,30 @@ def check_tensors(
     """
     format = detect_format(shapes)
     wanted = {name: spec.shape for name, spec in manifest(model, format).items()}
-    missing = [name for name in wanted if name not in shapes]
-    unknown = [name for name in shapes if name not in wanted]
+    problems = shape_problems(wanted, shapes)
+    if problems:
+        raise ValueError(f"{source} does not fit its config: {problems}")
+    return format
+
+
+def shape_problems(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> str:
+    """Names of tensors that are missing, not wanted, or of another shape, with both shapes; empty if all fit."""
+    missing = [name for name in wanted if name not in found]
+    unknown = [name for name in found if name not in wanted]
     wrong = [
-        f"{name} is {tuple(shapes[name])} where the config asks for {shape}"
+        f"{name} is {tuple(found[name])} where the config asks for {tuple(shape)}"
         for name, shape in wanted.items()
-        if name in shapes and tuple(shapes[name]) != shape
+        if name in found and tuple(found[name]) != tuple(shape)
     ]
-    problems = [
-        f"{text}: {_listed(found)}"
-        for text, found in (
+    return "; ".join(
+        f"{text}: {_listed(names)}"
+        for text, names in (
             ("missing tensors", missing),
             ("tensors that the model does not have", unknown),
             ("shapes that do not fit", wrong),
         )
-        if found
-    ]
-    if problems:
-        raise ValueError(f"{source} does not fit its config: {'; '.join(problems)}")
-    return format
+        if names
+    )
 
 
 def canonical_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +271,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _get(tree: Any, path: str) -> Any:
+def get_path(tree: Any, path: str) -> Any:
     """An attribute or a tuple's entry at the end of a dotted path; None where a component is switched off."""
     for step in path.split("."):
         if tree is None:
@@ -266,13 +285,13 @@ def _get(tree: Any, path: str) -> Any:
 
 def _replaced(tree: Any, paths: list[str], values: list[Any]) -> Any:
     def where(tree: Any) -> list[Any]:
-        return [_get(tree, path) for path in paths]
+        return [get_path(tree, path) for path in paths]
 
     return eqx.tree_at(where, tree, values, is_leaf=lambda node: isinstance(node, NamedArray | RouterBias))
 
 
 def _outer(model: LanguageModel) -> dict[str, tuple[str, tuple[str, ...]]]:
-    return {name: entry for name, entry in _OUTER_LAYOUT.items() if _get(model, entry[0]) is not None}
+    return {name: entry for name, entry in _OUTER_LAYOUT.items() if get_path(model, entry[0]) is not None}
 
 
 def _template_block(layers: Stacked[Block] | BlockSeq[Block]) -> Block:
@@ -286,13 +305,14 @@ def _layer_layout(block: Block) -> dict[str, tuple]:
         for j in range(len(block.shared_experts))
         for matrix in _MATRIX_NAMES
     }
-    return {name: dims for name, dims in (_LAYER_LAYOUT | shared).items() if _get(block, name) is not None}
+    return {name: dims for name, dims in (_LAYER_LAYOUT | shared).items() if get_path(block, name) is not None}
 
 
-def _layer_leaf(layers: Stacked[Block] | BlockSeq[Block], name: str, i: int) -> Any:
-    if isinstance(layers, BlockSeq):
-        return _get(layers.blocks[i], name)
-    return hax.tree_util.tree_map(lambda leaf: _index(leaf, layers.Block, i), _get(layers.stacked, name))
+def _leaf_at(model: LanguageModel, source: TensorSource) -> Any:
+    leaf, layer, Layers = get_path(model, source.path), source.layer, model.transformer.layers.Block
+    if layer is None:
+        return leaf
+    return hax.tree_util.tree_map(lambda stacked: _index(stacked, Layers, layer), leaf)
 
 
 def _index(leaf: NamedArray, Layers: Axis, i: int) -> NamedArray:
@@ -301,7 +321,8 @@ def _index(leaf: NamedArray, Layers: Axis, i: int) -> NamedArray:
     return leaf[Layers, i]
 
 
-def _flattened(leaf: NamedArray | RouterBias, dims: tuple) -> jax.Array:
+def flattened(leaf: NamedArray | RouterBias, dims: tuple) -> jax.Array:
+    """A tensor of `dims`, as `TensorSource` has them, from the leaf of one layer or outside the layers."""
     if isinstance(leaf, RouterBias):
         leaf = leaf.value()
     ordered = leaf.rearrange(_axis_names(dims))

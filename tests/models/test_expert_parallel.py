@@ -81,7 +81,7 @@ def _with_bias(model, bias):
 
 
 def _towards_two_experts(bias):
-    """Every token takes the first two experts: the first shard gets all rows, and the others, as most experts, none."""
+    """Every token takes the first two experts: one shard gets all rows, and the others, as most experts, none."""
     num_experts = bias.value().resolve_axis(axes.ROUTER_EXPERTS)
     raised = hax.where(hax.arange(num_experts) < 2, 100.0, 0.0)
     return RouterBias.from_value(raised.broadcast_to(bias.value().axes), bias.num_valid())
@@ -132,7 +132,7 @@ def _check(mesh_name, latent, dtype=jnp.float32):
     mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     ragged = DispatchConfig(DispatchImplementation.ragged_all_to_all, capacity_factor=None)
     expected = _expected(latent, dtype)
-    # Balancing puts a token of every expert exactly on the threshold: a bias that is rounded otherwise selects another.
+    # Balancing puts a token of every expert on the threshold: a bias rounded otherwise would select another.
     second_bias = None if dtype == jnp.float32 else _bias_of(expected[0][1])
     with set_mesh(mesh), hax.axis_mapping(_mapping(COMPUTE, shape)):
         actual = _three_steps(_config(latent, ragged, dtype), dtype, shape, second_bias)

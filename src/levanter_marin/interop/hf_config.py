@@ -22,6 +22,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from levanter_marin.config import AttentionConfig, ConvSite, MoeConfig, RopePairing, ShortConvConfig
 from levanter_marin.interop.hf_code.configuration_marin_moe import MarinMoeHfConfig
+from levanter_marin.models.parameter_counts import ModelShape
 
 ARCHITECTURE = "GrugMoeForCausalLM"
 SCHEMA_KEY = "grugmoe_artifact_schema_version"
@@ -39,38 +40,14 @@ class ArtifactSchema(IntEnum):
     two = 2
 
 
-class ModelFields(Protocol):
+class ModelFields(ModelShape, Protocol):
     """What is read of a `MarinMoeConfig`."""
 
     @property
     def max_seq_len(self) -> int: ...
 
     @property
-    def hidden_dim(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def global_every(self) -> int: ...
-
-    @property
-    def gated_norm_rank(self) -> int | None: ...
-
-    @property
     def layer_norm_epsilon(self) -> float: ...
-
-    @property
-    def init_std(self) -> float: ...
-
-    @property
-    def attention(self) -> AttentionConfig: ...
-
-    @property
-    def short_conv(self) -> ShortConvConfig: ...
-
-    @property
-    def moe(self) -> MoeConfig: ...
 
 
 @dataclass(frozen=True)

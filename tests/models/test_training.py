@@ -137,6 +137,7 @@ def _uneven_padding(example):
     )
 
 
+@pytest.mark.slow
 def test_training_resumed_from_a_checkpoint_is_bit_equal_to_uninterrupted_training(tmp_path):
     batches = [toy.batch(16, seed) for seed in range(6)]
     straight, losses = toy.train(toy.trainer_config(tmp_path / "straight"), CONFIG, batches)

@@ -57,6 +57,8 @@ MISTAKES = {
         ["export", "--dry-run", "--config", "full.yaml", "--schema", "1"],
         "schema 1, cannot say: global_every=2 (needs 4)",
     ),
+    "shard_size": (["export", "runs", "--output", "out", "--shard-size", "0"], "--shard-size 0 must be positive"),
+    "import_no_json": (["import", "broken", "--output", "out"], "is not a valid JSON file"),
     "import_folder": (["import", "tokenizer", "--output", "out"], "no config.json in tokenizer"),
     "import_output": (["import", "hf", "--output", "tokenizer"], "tokenizer exists and is not empty"),
     "import_config": (["import", "hf", "--output", "out"], "config.json: model_type='llama'"),
@@ -67,6 +69,8 @@ MISTAKES = {
 def test_export_and_import_tell_a_mistake_in_one_line(workplace, capsys, arguments, expected):  # noqa: F811
     write_config({})
     write_config({"model.gated_norm_rank": 128}, "full.yaml")
+    Path("broken").mkdir()
+    Path("broken/config.json").write_text("{")
     Path("hf").mkdir()
     Path("hf/config.json").write_text(json.dumps({"model_type": "llama"}))
     assert main(arguments) == 2

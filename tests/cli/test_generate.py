@@ -3,6 +3,7 @@
 
 """`levanter-marin generate`: the model's own continuation, found by the checkpoint's path alone."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from levanter_marin import axes
 from levanter_marin.cli.errors import UserError
 from levanter_marin.cli.main import main
-from levanter_marin.cli.run_config import find_run_config, write_run_config
+from levanter_marin.cli.run_config import check_same_weights, find_run_config, write_run_config
 from levanter_marin.cli.train_config import decode_train_config
 from paging import greedy_continuations, one_device_mesh
 
@@ -37,7 +38,8 @@ def run(tmp_path_factory):
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    config = {**TINY, "model": {**TINY["model"], "initializer_std": 0.2, "gated_norm_rank": 128}}
+    changes = {"max_seq_len": 64, "initializer_std": 0.2, "gated_norm_rank": 128}
+    config = {**TINY, "model": {**TINY["model"], **changes}}
     config["data"] = {**TINY["data"], "tokenizer": str(folder / "tokenizer")}
     write_run_config(config, str(folder / "run"), 0)
     Vocab = hax.Axis(axes.VOCAB, tokenizer.get_vocab_size())
@@ -73,7 +75,9 @@ def test_generate_greedy_prints_the_prompt_and_what_full_forward_passes_continue
     ("arguments", "expected"),
     (
         (["run", "x", "--tokens", "0"], "--tokens 0 must be positive"),
-        (["run", "x", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
+        (["run", "x", "--temperature", "-1"], "--temperature -1.0 must be 0 or more"),
+        (["run", "x", "--temperature", "nan"], "--temperature nan must be 0 or more"),
+        (["run", "x", "--tokens", "100000"], "exceed model.max_seq_len="),
         (["run", "x", "--top-p", "1.5"], "--top-p 1.5 must be above 0"),
         (["nowhere", "x"], "no checkpoint in nowhere; `levanter-marin train` names one"),
         (["run", "x", "--tokenizer", "nowhere"], "no tokenizer.json in nowhere; name a tokenizer's folder with"),
@@ -102,6 +106,16 @@ def test_run_config_of_a_checkpoint_is_the_last_that_started_before_it(checkpoin
     found = yaml.safe_load(Path(find_run_config(str(tmp_path / checkpoint))).read_text(encoding="utf-8"))
     assert found["model"]["num_layers"] == start
     assert {path.suffix for path in tmp_path.iterdir()} == {".yaml"}
+
+
+def test_model_of_other_weights_than_the_checkpoint_is_refused_with_the_fields(tmp_path):
+    write_run_config(TINY, str(tmp_path), 0)
+    trained = decode_train_config(TINY, "config").model
+    check_same_weights(dataclasses.replace(trained, max_seq_len=2 * trained.max_seq_len), str(tmp_path / "step-2"))
+    other = dataclasses.replace(trained, hidden_dim=2 * trained.hidden_dim)
+    expected = rf"model\.hidden_dim={other.hidden_dim} \(checkpoint: {trained.hidden_dim}\); take over"
+    with pytest.raises(UserError, match=expected):
+        check_same_weights(other, str(tmp_path / "step-2"))
 
 
 def test_run_config_of_a_checkpoint_before_any_is_refused(tmp_path):

@@ -105,6 +105,9 @@ MISTAKES = {
         [],
         "model.moe.num_experts=4 does not divide over the 8 devices of the mesh axes expert; set it to 8",
     ),
+    "no_batch": ({}, ["--trainer.train_batch_size", "0"], "trainer.train_batch_size=0 must be a positive number"),
+    "no_steps": ({"trainer.num_train_steps": None}, [], "trainer.num_train_steps=None must be a positive number"),
+    "length": ({"model.max_seq_len": 16, "train_seq_len": 32}, [], "train_seq_len=32 exceeds model.max_seq_len=16"),
     "batch": ({"trainer.per_device_parallelism": 3}, [], "train_batch_size (8) must be divisible by"),
 }
 

@@ -144,7 +144,16 @@ REFUSED = {
         SMALL,
         "stage 2 would end at step 16 and starts at 32",
     ),
-    "beyond_the_run": ([StageConfig(64, Until(step=96)), StageConfig(256)], SMALL, "starts at 96"),
+    "beyond_the_run": (
+        [StageConfig(64, Until(step=500)), StageConfig(256)],
+        SMALL,
+        "stage 1 ends at step 500, the run at trainer.num_train_steps=96; every stage but the last has to end before",
+    ),
+    "behind_the_border": (
+        stages(StageConfig(256, Until(step=15)), StageConfig(1024)),
+        SMALL,
+        "stage 2 would end at step 15 and starts at 32; ends must grow, up to trainer.num_train_steps=96",
+    ),
     "rounded_beyond": (
         [StageConfig(64, Until(step=33)), StageConfig(256)],
         run(mixture_block_size=2048),

@@ -54,6 +54,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shard-size", type=int, default=5 * 10**9, metavar="BYTES", help="of a file (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="list tensors, shapes and bytes, and write nothing")
     options = parser.parse_args(argv)
+    if options.shard_size < 1:
+        raise UserError(f"--shard-size {options.shard_size} must be positive; it is the bytes of a file")
     if options.output is None and not options.dry_run:
         raise UserError("--output FOLDER says where to write; --dry-run only lists the tensors")
     if options.checkpoint is None and not (options.dry_run and options.config):

@@ -5,6 +5,7 @@
 
 import argparse
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -58,8 +59,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.tokens < 1:
         raise UserError(f"--tokens {options.tokens} must be positive; set it to 1 or more")
-    if options.temperature < 0:
-        raise UserError(f"--temperature {options.temperature} must not be negative; 0 takes the likeliest token")
+    if not 0 <= options.temperature < math.inf:
+        raise UserError(f"--temperature {options.temperature} must be 0 or more; 0 takes the likeliest token")
     if not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p} must be above 0 and at most 1; 1 samples from all tokens")
 
@@ -108,6 +109,12 @@ def generate(
     tokens = tokenizer.encode(prompt, add_special_tokens=True) or [token for token in (end,) if token is not None]
     if not tokens:
         raise UserError("the prompt is empty and the tokenizer has no end-of-text token to start from; give a prompt")
+    longest = model.Pos.size
+    if len(tokens) + num_tokens > longest:
+        raise UserError(
+            f"{len(tokens)} tokens of the prompt and --tokens {num_tokens} exceed model.max_seq_len={longest}; "
+            + (f"set --tokens to {longest - len(tokens)}" if len(tokens) < longest else "shorten the prompt")
+        )
     pages = -(-(len(tokens) + num_tokens) // _PAGE_SIZE)
     engine = InferenceEngine.from_model_with_config(
         model=model,

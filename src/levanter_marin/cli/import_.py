@@ -56,6 +56,8 @@ def main(argv: list[str]) -> int:
     print(f"written     {checkpoint}, every array read back and equal")
     print(f"arrays      {len(leaves)}, {sum(leaf.nbytes for leaf in leaves)} bytes")
     print(f"parameters  {sum(value.size for value in model.flatten_for_export().tensors.values())}")
+    if not (options.folder / "tokenizer.json").is_file():
+        print(f"tokenizer   none in {options.folder}; `generate` and `export` need --tokenizer FOLDER")
     print(f"use         levanter-marin train CONFIG --initialize_model_from_checkpoint_path {checkpoint}")
     return 0
 
@@ -69,7 +71,7 @@ def load(folder: Path, dtype: jnp.dtype) -> MarinMoeLMHeadModel:
     try:
         converter = MarinMoeConverter(MarinMoeConfig, reference_checkpoint=str(folder.resolve()))
         return converter.load_pretrained(MarinMoeLMHeadModel, dtype=dtype)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # the latter from transformers, of a config.json that is no JSON
         raise UserError(str(error)) from error
 
 

@@ -25,6 +25,7 @@ from levanter_marin.analysis.train_state import (
 )
 from levanter_marin.cli.describe import load_raw, vocab_size_and_source
 from levanter_marin.cli.errors import UserError, did_you_mean
+from levanter_marin.cli.preflight import check_sizes
 from levanter_marin.cli.train_config import load_train_config
 from levanter_marin.models.marin_moe import MarinMoeConfig
 from levanter_marin.moe.grouped_matmul import GroupedMatmulImplementation
@@ -64,6 +65,7 @@ def main(argv: list[str]) -> int:
     config = load_train_config(str(options.config), _overrides(options, overrides))
     if not isinstance(config.model, MarinMoeConfig):
         raise UserError(f"plan knows models of `type: marin_moe`; the config's is {type(config.model).__name__}")
+    check_sizes(config)
     vocab_size, vocab_source = vocab_size_and_source(load_raw(options.config), options.vocab_size)
     kernel = GroupedMatmulImplementation.blocked if options.cpu else GroupedMatmulImplementation.ragged_dot
     try:

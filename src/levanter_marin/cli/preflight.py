@@ -6,7 +6,7 @@
 import linecache
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import wandb
@@ -54,6 +54,26 @@ def check_data(data: LmDataConfig) -> None:
                 )
 
 
+def check_sizes(config: TrainLmConfig) -> None:
+    """Refuses a number of steps or rows that is none, and sequences longer than the model's.
+
+    Raises:
+        UserError: names the field and what it may be.
+    """
+    trainer, longest, length = config.trainer, config.model.max_seq_len, config.train_seq_len
+    fields = [("trainer.num_train_steps", trainer.num_train_steps)]
+    if not isinstance(trainer.train_batch_size, Sequence):  # a schedule
+        fields.append(("trainer.train_batch_size", trainer.train_batch_size))
+    for field, value in fields:
+        if not isinstance(value, int) or value <= 0:
+            raise UserError(f"{field}={value} must be a positive number")
+    if length is not None and length > longest:
+        raise UserError(
+            f"train_seq_len={length} exceeds model.max_seq_len={longest}; set train_seq_len to {longest} or less, or "
+            f"model.max_seq_len to {length}"
+        )
+
+
 def check_hf_export(config: TrainLmConfig) -> None:
     """Refuses a model that the first export of a run would refuse.
 
@@ -81,7 +101,8 @@ def check_mesh(
     except ValueError as error:
         raise UserError(
             f"trainer.mesh.axes={dict(mesh.axes)} does not fit {num_devices} devices ({error}); set the sizes so that "
-            f"their product is {num_devices // num_slices}, or one of them to -1"
+            f"their product is {num_devices // num_slices}, or one of them to -1; a CPU has more devices with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N"
         ) from error
     sizes = {**within, **between}
     mapping = mesh.resolved_compute_mapping

@@ -6,16 +6,23 @@
 A run that continues with another config adds a file: `config-000300.yaml` is that of all steps from the 300th on.
 """
 
+import dataclasses
 import os
 import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
+import jax
 from draccus import cfgparsing
+from haliax import Axis
+from levanter.models.lm_model import LmConfig
 from rigging.filesystem.storage_path import StoragePath
 
+from levanter_marin import axes
 from levanter_marin.cli.errors import UserError
+from levanter_marin.cli.train_config import decode_train_config, load_raw_config
 
 _FILE = "config-{start:06d}.yaml"
 _NAME = re.compile(r"config-(\d+)\.yaml")
@@ -60,3 +67,43 @@ def find_run_config(checkpoint: str) -> str:
             "give the training config with --config"
         )
     return starts[max(known)]
+
+
+def check_same_weights(model: LmConfig, checkpoint: str) -> None:
+    """Refuses to continue a checkpoint with a model of other weights, where the config beside it tells which it has.
+
+    Raises:
+        UserError: names the fields in which the two models differ, with both values.
+    """
+    try:
+        path = find_run_config(checkpoint)
+    except UserError:
+        return
+    trained = decode_train_config({"model": load_raw_config(path, [])["model"]}, path).model
+    if _shapes(model) == _shapes(trained):
+        return
+    ours, theirs = ({"type": type(config).__name__, **_fields(config, "")} for config in (model, trained))
+    differing = [name for name in ours if ours[name] != theirs.get(name, ours[name])]
+    raise UserError(
+        f"{checkpoint} has other weights than the model of the config: "
+        + ", ".join(f"model.{name}={ours[name]} (checkpoint: {theirs[name]})" for name in differing)
+        + "; take over the checkpoint's, or start another run with another --trainer.id"
+    )
+
+
+def _shapes(model: LmConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Of every weight, for a vocabulary of one token."""
+    weights = eqx.filter_eval_shape(model.build, Axis(axes.VOCAB, 1), key=jax.random.PRNGKey(0))
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(weights, lambda leaf: hasattr(leaf, "shape")))
+    return [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in leaves]
+
+
+def _fields(config: Any, prefix: str) -> dict[str, Any]:
+    """The fields of nested dataclasses by dotted name."""
+    if not dataclasses.is_dataclass(config):
+        return {prefix.removesuffix("."): config}
+    return {
+        name: value
+        for field in dataclasses.fields(config)
+        for name, value in _fields(getattr(config, field.name), f"{prefix}{field.name}.").items()
+    }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from levanter.checkpoint import discover_checkpoint_candidates
+from levanter.checkpoint import CheckpointCandidate, discover_checkpoint_candidates
 from levanter.data.loader import DataLoaderIterator
 from levanter.main import train_lm
 from levanter.main.train_lm import TrainLmConfig
@@ -24,8 +24,8 @@ from levanter.tracker.wandb import WandbConfig
 from levanter.trainer import TrainerConfig
 
 from levanter_marin.cli.errors import UserError
-from levanter_marin.cli.preflight import check_data, check_hf_export, check_mesh, mistake_behind
-from levanter_marin.cli.run_config import write_run_config
+from levanter_marin.cli.preflight import check_data, check_hf_export, check_mesh, check_sizes, mistake_behind
+from levanter_marin.cli.run_config import check_same_weights, write_run_config
 from levanter_marin.cli.train_config import load_raw_config, load_train_config
 from levanter_marin.models.marin_moe import MarinMoeConfig
 from levanter_marin.tracker import JsonLinesConfig
@@ -38,17 +38,20 @@ def run(config_path: str, overrides: list[str]) -> int:
         0 after a complete run, with its prefetching threads stopped, and for a run that was complete before.
 
     Raises:
-        UserError: for the mistakes that `load_train_config`, `check_data` and `mistake_behind` know.
+        UserError: for the mistakes that `load_train_config`, the checks of `preflight`, `check_same_weights` and
+            `mistake_behind` know.
     """
     config = load_train_config(config_path, overrides)
-    done = _steps_done(config.trainer)
+    check_sizes(config)
+    checkpoint = _newest_checkpoint(config.trainer)
+    done = 0 if checkpoint is None else checkpoint.step + 1
     if done >= config.trainer.num_train_steps:
         print(f"run {config.trainer.id} has done {done} steps; continue with a larger --trainer.num_train_steps")
         return 0
 
     check_hf_export(config)
     check_data(config.data)
-    _check_mesh(config)
+    _check_model(config, checkpoint)
     raw = load_raw_config(config_path, overrides)
     _write_config(raw, config.trainer, done)  # before, so that a killed run has it
     try:
@@ -72,16 +75,20 @@ def _write_config(raw: Mapping[str, Any], trainer: TrainerConfig, done: int) -> 
         write_run_config(raw, trainer.checkpointer.expanded_path(trainer.id), done)
 
 
-def _check_mesh(config: TrainLmConfig) -> None:
-    """Before anything runs, where the devices of this process are all there are.
+def _check_model(config: TrainLmConfig, checkpoint: CheckpointCandidate | None) -> None:
+    """Compares the model with the checkpoint to continue and with the mesh, where this process has all devices.
 
-    With more processes JAX knows its devices only once it has been initialized; the model then refuses the mesh when
-    its first step is traced.
+    More processes have to find each other before JAX is used at all; the model then refuses the mesh when its first
+    step is traced.
     """
     trainer = config.trainer
-    if not isinstance(config.model, MarinMoeConfig) or trainer.distributed._is_distributed():
+    if trainer.distributed._is_distributed():
         return
     trainer._initialize_jax_config()
+    if checkpoint is not None:
+        check_same_weights(config.model, checkpoint.path)
+    if not isinstance(config.model, MarinMoeConfig):
+        return
     for batch_size in distinct_values(trainer.train_batch_size):
         check_mesh(
             trainer.mesh, config.model, batch_size, num_devices=jax.device_count(), num_slices=trainer.num_slices
@@ -99,12 +106,12 @@ def close_data_loaders() -> None:
             candidate.close()
 
 
-def _steps_done(trainer: TrainerConfig) -> int:
-    """Steps in the checkpoint from which a run with this id would continue; 0 without one."""
+def _newest_checkpoint(trainer: TrainerConfig) -> CheckpointCandidate | None:
+    """The checkpoint from which a run with this id would continue."""
     if trainer.id is None or trainer.load_checkpoint is False:
-        return 0
+        return None
     checkpoints = discover_checkpoint_candidates(*trainer.checkpoint_search_paths(trainer.id))
-    return checkpoints[-1].step + 1 if checkpoints else 0
+    return checkpoints[-1] if checkpoints else None
 
 
 def _trackers(trainer: TrainerConfig) -> Sequence[TrackerConfig]:

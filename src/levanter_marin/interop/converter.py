@@ -290,14 +290,18 @@ def _is_folder_without_tokenizer(path: str) -> bool:
 def _write_local(path: Path, plan: ExportPlan, write: Any, write_rest: Any) -> None:
     run_on_export_writer(lambda: begin(path))
     unfinished = unfinished_name(path)
-    write(str(unfinished))
 
     def finish() -> None:
         write_rest(unfinished)
         check_headers(unfinished, plan)
         complete(path)
 
-    run_on_export_writer(finish)
+    try:
+        write(str(unfinished))
+        run_on_export_writer(finish)
+    except Exception:
+        run_on_export_writer(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        raise
 
 
 def _write_remote(path: StoragePath, write: Any, write_rest: Any) -> None:

@@ -113,7 +113,11 @@ class NativeCheckpoint:
             record_transfer(store.size * store.dtype.numpy_dtype.itemsize, self._folder)
             return store.astype(dtype).read().result()
         except (ValueError, OSError) as error:
-            raise ValueError(f"{self._folder}: {path} cannot be read: {error}") from error
+            reason = str(error).partition(" [")[0]  # what follows are places in TensorStore's own source
+            raise ValueError(
+                f"{self._folder}: {path} cannot be read, a file of the checkpoint is missing or damaged; copy it "
+                f"again or take another one ({reason})"
+            ) from error
 
 
 def _at(array: np.ndarray, like: NamedArray, index: tuple[int, ...]) -> NamedArray:

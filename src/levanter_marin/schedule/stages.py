@@ -298,7 +298,8 @@ def _shuffles(
 def _ends(configs: Sequence[StageConfig], batches: Sequence[int], run: Run) -> tuple[list[int], list[str]]:
     ends: list[int] = []
     notes: list[str] = []
-    tokens_before = 0
+    tokens_before = asked_start = 0
+    block = run.mixture_block_size
     for i, config in enumerate(configs):
         number, start = i + 1, ends[-1] if ends else 0
         tokens_per_step = batches[i] * config.seq_len
@@ -309,10 +310,16 @@ def _ends(configs: Sequence[StageConfig], batches: Sequence[int], run: Run) -> t
                     f"context_stages: the last stage ends at step {end}, the run at trainer.num_train_steps="
                     f"{run.num_steps}; leave its `until` out"
                 )
-            end = run.num_steps
+            asked = end = run.num_steps
         elif end is None:
             raise ValueError(f"context_stages: stage {number} needs `until: {{step, fraction or tokens}}`")
+        elif end >= run.num_steps:
+            raise ValueError(
+                f"context_stages: stage {number} ends at step {end}, the run at trainer.num_train_steps="
+                f"{run.num_steps}; every stage but the last has to end before"
+            )
         else:
+            asked = end
             quantum = math.lcm(*(_steps_of_whole_blocks(n, run.mixture_block_size) for n in batches[i : i + 2]))
             rounded = -(-end // quantum) * quantum
             if rounded != end:
@@ -323,11 +330,12 @@ def _ends(configs: Sequence[StageConfig], batches: Sequence[int], run: Run) -> t
                 end = rounded
         if end <= start:
             raise ValueError(
-                f"context_stages: stage {number} would end at step {end} and starts at {start}; ends must grow, up to "
-                f"trainer.num_train_steps={run.num_steps}"
-                + (f" (rounded up: set data.mixture_block_size below {run.mixture_block_size})" if notes else "")
+                f"context_stages: stage {number} would end at step {asked} and starts at {start}; ends must grow, up "
+                f"to trainer.num_train_steps={run.num_steps}"
+                + (f" (rounded up: set data.mixture_block_size below {block})" if asked > asked_start else "")
             )
         ends.append(end)
+        asked_start = asked
         tokens_before += (end - start) * tokens_per_step
     return ends, notes
 

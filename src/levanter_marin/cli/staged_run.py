@@ -97,7 +97,7 @@ def load(config_path: str, overrides: list[str]) -> StagedRun:
     if STAGES_KEY not in raw:
         raise UserError(f"{config_path} has no {STAGES_KEY}; a run of one length is `levanter-marin train`")
     described = raw.pop(STAGES_KEY)
-    if not described:
+    if described is None:
         raise UserError(f"{config_path}: {STAGES_KEY} is empty; list a stage for each sequence length")
     try:
         stages = draccus.decode(list[StageConfig], described)

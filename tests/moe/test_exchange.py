@@ -72,25 +72,34 @@ def _accepted_by_group(selected, valid, factor, data, expert):
     return np.stack(groups)
 
 
-@pytest.mark.parametrize("factor", [1.0])
-@pytest.mark.parametrize("routing", ["full", "padding", "all_to_two_experts"])
-def test_ragged_all_to_all_at_capacity_equals_reference_without_the_dropped(routing, factor):
-    x, bank, selected, weights, token_valid, d_out = case = cases.case(routing)
-    accepted = _accepted_by_group(np.asarray(selected.array), np.asarray(token_valid.array), Fraction(factor), 2, 4)
+def _assert_drops_the_rest(implementation, factor, case, accepted, *, at_sender):
+    """The backend on data 2 x expert 4 against the oracle with the weights of all but `accepted` zero."""
+    x, bank, selected, weights, token_valid, d_out = case
     accepted = hax.named(accepted.reshape(selected.array.shape), selected.axes)
-    *actual, counts = cases.value_and_gradients(RAGGED, case, "data2_expert4", capacity_factor=factor)
+    *actual, counts = cases.value_and_gradients(implementation, case, "data2_expert4", capacity_factor=factor)
     kept_weights = hax.where(accepted, weights, 0.0)
     *expected, _ = cases.value_and_gradients(REFERENCE, (x, bank, selected, kept_weights, token_valid, d_out))
     expected[3] = hax.where(accepted, expected[3], 0.0)
     cases.assert_close(tuple(actual), tuple(expected), TOLERANCE[jnp.float32])
     kept, valid = int(accepted.array.sum()), int(token_valid.array.sum()) * 2
     assert kept < valid
-    assert [int(c.array) for c in counts] == [kept, 0, valid - kept, 128 - valid]
+    dropped = valid - kept
+    assert [int(c.array) for c in counts] == [kept, *((dropped, 0) if at_sender else (0, dropped)), 128 - valid]
+
+
+@pytest.mark.parametrize("factor", [1.0])
+@pytest.mark.parametrize("routing", ["full", "padding", "all_to_two_experts"])
+def test_ragged_all_to_all_at_capacity_equals_reference_without_the_dropped(routing, factor):
+    case = cases.case(routing)
+    _, _, selected, _, token_valid, _ = case
+    accepted = _accepted_by_group(np.asarray(selected.array), np.asarray(token_valid.array), Fraction(factor), 2, 4)
+    _assert_drops_the_rest(RAGGED, factor, case, accepted, at_sender=False)
 
 
 @pytest.mark.parametrize("routing", ["padding", "all_to_two_experts"])
 def test_padded_all_to_all_at_capacity_equals_reference_without_the_dropped(routing):
-    x, bank, selected, weights, token_valid, d_out = case = cases.case(routing)
+    case = cases.case(routing)
+    _, _, selected, _, token_valid, _ = case
     # 8 tokens and 16 assignments a device: ceil(16 / 4) rows for each of 4 receivers, experts in order
     accepted = np.zeros((8, 16), bool)
     for device, (experts, valid) in enumerate(
@@ -99,15 +108,7 @@ def test_padded_all_to_all_at_capacity_equals_reference_without_the_dropped(rout
         for receiver in range(4):
             mine = [a for e in (0, 1) for a in range(16) if valid[a // 2] and experts[a] == 2 * receiver + e]
             accepted[device, mine[:4]] = True
-    accepted = hax.named(accepted.reshape(selected.array.shape), selected.axes)
-    *actual, counts = cases.value_and_gradients(PADDED, case, "data2_expert4", capacity_factor=1.0)
-    kept_weights = hax.where(accepted, weights, 0.0)
-    *expected, _ = cases.value_and_gradients(REFERENCE, (x, bank, selected, kept_weights, token_valid, d_out))
-    expected[3] = hax.where(accepted, expected[3], 0.0)
-    cases.assert_close(tuple(actual), tuple(expected), TOLERANCE[jnp.float32])
-    kept, valid = int(accepted.array.sum()), int(token_valid.array.sum()) * 2
-    assert kept < valid
-    assert [int(c.array) for c in counts] == [kept, valid - kept, 0, 128 - valid]
+    _assert_drops_the_rest(PADDED, 1.0, case, accepted, at_sender=True)
 
 
 def test_ragged_all_to_all_nan_in_unwritten_buffers_changes_no_bit(monkeypatch):

@@ -77,9 +77,10 @@ def check_same_weights(model: LmConfig, checkpoint: str) -> None:
     """
     try:
         path = find_run_config(checkpoint)
-    except UserError:
+        raw = load_raw_config(path, [])
+        trained = decode_train_config({key: raw[key] for key in ("model",) if key in raw}, path).model
+    except UserError:  # none, or of another version
         return
-    trained = decode_train_config({"model": load_raw_config(path, [])["model"]}, path).model
     if _shapes(model) == _shapes(trained):
         return
     ours, theirs = ({"type": type(config).__name__, **_fields(config, "")} for config in (model, trained))

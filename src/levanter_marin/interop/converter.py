@@ -300,7 +300,8 @@ def _write_local(path: Path, plan: ExportPlan, write: Any, write_rest: Any) -> N
         write(str(unfinished))
         run_on_export_writer(finish)
     except Exception:
-        run_on_export_writer(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+        if jax.process_index() == 0:  # without a collective: other processes may not have failed
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 
